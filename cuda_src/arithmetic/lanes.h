@@ -127,7 +127,15 @@ struct Scalar {
 #endif
     }
     static ZEROCAST_FN Float to_float(Int i) { return (Float)i; }
-    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) { return (u64)(u32)a * c; }
+    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) {
+#ifdef __CUDA_ARCH__
+        u64 product;  // written in C, zero is added to its upper half
+        asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"((u32)a), "r"(c));
+        return product;
+#else
+        return (u64)(u32)a * c;
+#endif
+    }
 };
 
 // The FP32 value of a constant bit pattern, in every element.

@@ -90,8 +90,9 @@ class VectorCast {
 
     // Masters are read and codes written four at a time, and one multiplier serves all vectors, or
     // one each where blocks are rows.
-    template <class Nominal, class T>
-    ZEROCAST_FN void at_once(const T* master, VectorStream<IN_FLIGHT<Numerics, Shape>>& stream) {
+    template <class Nominal, class T, class Draws>
+    ZEROCAST_FN void at_once(const T* master, VectorStream<IN_FLIGHT<Numerics, Shape>>& stream,
+                             Draws draws) {
         int col = vectors_.col < vectors_.cols ? vectors_.col : 0;
         int block = shape_.block_of(shard_.rowwise.grid, 0, col);  // of the first row
         float multiplier = memory_.rowwise[block];
@@ -99,7 +100,7 @@ class VectorCast {
             take(x);  // one that is not wanted changes nothing
             if (Shape::ROW_BLOCKS)
                 multiplier = memory_.rowwise[block + vectors_.row_of(i) * shape_.blocks];
-            cast(i, round_vec4<Nominal>(x), multiplier,
+            cast(i, round_vec4<Nominal>(x), multiplier, draws.of(i),
                  [&](u8* to, u32 word) { store_codes_at_once<F>(to, word, wanted); });
         });
     }
@@ -113,7 +114,7 @@ class VectorCast {
             Vec4 rounded;
             with_nominal(shard_.round_to,
                          [&](auto nominal) { rounded = round_vec4<decltype(nominal)>(x); });
-            cast(i, rounded, memory_.rowwise[block_of(i)],
+            cast(i, rounded, memory_.rowwise[block_of(i)], encoder_.draws_at(vectors_.at(i)),
                  [&](u8* to, u32 word) { store_codes<F>(to, word, false); });
         });
     }
@@ -130,15 +131,15 @@ class VectorCast {
         largest_ = Scalar::max(largest_, largest_of(magnitude));
     }
 
-    template <class Store>
-    ZEROCAST_FN void cast(u32 i, const Vec4& x, float multiplier, const Store& store) const {
-        i64 element = vectors_.at(i);
+    template <class Drawn, class Store>
+    ZEROCAST_FN void cast(u32 i, const Vec4& x, float multiplier, Drawn drawn,
+                          const Store& store) const {
         Vec4 scaled;
         for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * multiplier;
-        store(ahead(codes_, step_, i), encoder_.encode_vec4_at(element, scaled));
+        store(ahead(codes_, step_, i), encoder_.encode_vec4_by(drawn, scaled));
         if (!second_) return;
         for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * of_columns_[j];
-        store(ahead(second_, step_, i), encoder_.encode_vec4_at(element, scaled));
+        store(ahead(second_, step_, i), encoder_.encode_vec4_by(drawn, scaled));
     }
 
     const CastShard& shard_;
@@ -201,10 +202,12 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
                      || vectors.col_step == 0;  // of a thread's vectors
     u8* second = second_plane<Numerics, Shape>(shard);
     i64 code = byte_of<F>(shard, tile.element);
-    bool at_once = one_block && (u64)(shard.rowwise.codes + code) % (F::BITS / 2) == 0
+    bool at_once = one_block && encoder.takes_pairs(tile, grid)
+                   && (u64)(shard.rowwise.codes + code) % (F::BITS / 2) == 0
                    && (!second || (u64)(second + code) % (F::BITS / 2) == 0);
     i32 largest = 0;
     int count = owned.whole ? vectors.count : 0;
+    if constexpr (Encoder::EXCHANGES) count = __reduce_max_sync(ALL_LANES, count);
     VectorStream<IN_FLIGHT<Numerics, Shape>> stream(vectors.step, owned.whole, count);
     with_master(shard, [&](auto* master) {
         at_once = at_once && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
@@ -215,7 +218,8 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
     VectorCast<Numerics, Shape, Encoder> cast(shard, shape, vectors, memory, encoder, largest);
     if (at_once) {
         with_rounded_master(shard, [&](auto* master, auto nominal) {
-            cast.template at_once<decltype(nominal)>(master + vectors.element, stream);
+            cast.template at_once<decltype(nominal)>(master + vectors.element, stream,
+                                                     encoder.draws(tile, vectors));
         });
     } else {
         with_master(shard, [&](auto* master) { cast.anywhere(master + vectors.element, stream); });

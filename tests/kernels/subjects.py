@@ -286,6 +286,11 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "fp8": part(per_tensor(140, 259, Float8Numerics(E4M3)), 5, 36_002),
     "nvfp4 drawn": part(nvfp4(70, 1040, DRAWN, height=1), 3, 64 * 1040 - 3),
+    # Of a wider matrix, whose elements are drawn for by eights in each row, or from a four on.
+    "nvfp4 drawn in columns": part(
+        replace(nvfp4(70, 1040, DRAWN), place=(1048, 2072)), 17_000, 60 * 1040
+    ),
+    "nvfp4 drawn from a four": part(replace(nvfp4(35, 272, DRAWN), place=(4, 0)), 5, 34 * 272),
     "mxfp8": part(
         two_planes(MXNumerics(), BlockGrid(70, 1056, 1, 32), 32), 32 * 1056 + 1, 63 * 1056 + 1023
     ),

@@ -24,13 +24,14 @@ pytestmark = needs_emulation
 BARRIER = "__syncthreads();"
 PLANES = ("nvfp4", "nvfp4 rows", "fp8 blocks", "fp8")
 ROW_BLOCKS = ("mxfp8", "fp8 rows", "nvfp4 drawn")
+DRAWN = ("nvfp4 drawn", "nvfp4 drawn in columns", "nvfp4 drawn from a four")
 # Which subjects run the kernels of a source with barriers, or with ends of shards.
 SOURCES = {
     "partial_amax": (*PLANES, *ROW_BLOCKS),
     "partial_select": ("4-over-6", "4-over-6, whole"),
     "select": ("4-over-6", "4-over-6, cut"),
     "compute_scale_delayed": ("delayed",),
-    "partial_cast": (*PLANES, "delayed", *ROW_BLOCKS),
+    "partial_cast": (*PLANES, "delayed", *ROW_BLOCKS, *DRAWN[1:]),
     "partial_amax_cast": ("mx in one pass", "fp8 in one pass"),
     "transpose": PLANES,
     "dequantize": (*PLANES, *ROW_BLOCKS),
@@ -193,6 +194,25 @@ def test_a_wrong_line_of_one_pass(subject: str, right: str, wrong: str) -> None:
     """Edges of patches, and which lane holds what, show."""
     mistake = Mistake("partial_amax_cast", "cuda/partial_amax_cast.cu", right, wrong)
     assert is_caught(mistake, (f"{subject} in one pass",))
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        ("cast.h", "odd_ ? step : 0", "0"),
+        ("cast.h", "odd_ ? half[0] : half[1]", "odd_ ? half[1] : half[0]"),
+        ("cast.h", "odd_ ? half[1] : theirs", "theirs"),
+        ("cast.h", "(u64)step / 4", "(u64)step / 8"),
+        ("cast.h", "vectors.step + vectors.row_step * skip", "vectors.step"),
+        ("cast.h", " + vectors.row * skip", ""),
+        ("cast.h", "random_bits.in_whole(tile.element) % 8", "tile.element % 8"),
+        ("cast.h", "EXCHANGES = true", "EXCHANGES = false"),
+        ("partial_cast.cu", "encoder.takes_pairs(tile, grid)", "true"),
+    ],
+)
+def test_draws_of_another_pair(file: str, right: str, wrong: str) -> None:
+    """Random bits of other elements, and lanes that leave their neighbours alone, show."""
+    assert is_caught(Mistake("partial_cast", f"cuda/{file}", right, wrong), DRAWN)
 
 
 @pytest.mark.parametrize(
