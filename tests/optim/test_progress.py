@@ -101,13 +101,14 @@ def test_new_ranks_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     run_in_process(3, lambda comm: go_on(comm, tmp_path, trainings[comm.rank]))
 
 
-@on_ranks("forked", 3)
+@on_ranks("torch_distributed", 3)
 def test_a_new_process_group_goes_on_from_the_checkpoint(
     comm: Communicator, tmp_path: Path
 ) -> None:
     """The same over gloo, in processes that live on."""
+    folder = Path(comm.all_gather_object(str(tmp_path))[0])
     first, second = (as_communicator(torch.distributed.new_group()) for _ in range(2))
-    go_on(second, tmp_path, fail(first, tmp_path))
+    go_on(second, folder, fail(first, folder))
 
 
 def test_a_step_that_fails_before_the_optimizer_can_be_made_again() -> None:
