@@ -238,8 +238,9 @@ class CastPlan:
     @_untraced
     def all_gather_scales(self) -> None:
         """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
-        self._prepared.start_scales()()
-        self._version.has_scales = True
+        with announcing(self._comms):
+            self._prepared.start_scales()()
+            self._version.has_scales = True
 
     @_untraced
     def post_all_gather_processing(self) -> None:
