@@ -43,8 +43,8 @@ from fault_transports import TRANSPORTS, Outcome, mpi_rank, run
 import zerocast
 from zerocast.comm import SingleRank
 
-NAMED = re.compile(rf"\bevery rank\b|\branks?(?: \d+,)* {FAULTY}\b|owned by no rank")
-"""What an error says of who is at fault."""
+NAMED = r"\bevery rank\b|\branks?(?: \d+,)* {}\b|owned by no rank"
+"""What an error says of the rank that is at fault."""
 
 GOOD = ("error on all living ranks, nothing lost", "no error", "MPI ended")
 
@@ -83,17 +83,18 @@ def judged(cell: str, outcome: Outcome, whole: list[str | None]) -> str:
         if None in digests or not is_same:
             problems.append("ranks hold other bytes")
         return "; ".join(problems) or "no error, the same bytes on all ranks"
+    at_fault = 0 if cell.startswith("signalled") else FAULTY
     for rank in living:
         saw = saws[rank]
-        is_own = rank == FAULTY or (rank == 0 and cell.startswith("signalled"))
+        is_own, is_told = rank in (FAULTY, at_fault), re.search(NAMED.format(at_fault), saw["text"])
         returned = rank == FAULTY and cell.startswith("step: skipped")
         returned |= rank != FAULTY and cell.startswith("step: one more")  # all steps were made
         if saw["error"] is None and not returned:
             problems.append(f"rank {rank} has no error")
         elif saw["error"] and not saw["ours"] and not is_own and not cell.startswith(OF_GLOO):
             problems.append(f"rank {rank} raised {saw['error']}")
-        elif saw["error"] and saw["ours"] and not is_own and not NAMED.search(saw["text"]):
-            problems.append(f"rank {rank} is not told of rank {FAULTY}: {saw['text']}")
+        elif saw["error"] and saw["ours"] and not is_own and not is_told:
+            problems.append(f"rank {rank} is not told of rank {at_fault}: {saw['text']}")
         if saw["digest"] not in (None, *whole) and cell not in NOT_GATHERED:
             problems.append(f"rank {rank} can read weights of two steps")
         if not ends(cell) and saw.get("again") != whole[2]:
