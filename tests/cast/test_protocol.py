@@ -1,7 +1,7 @@
 """What all ranks do together, as a model all of whose states are visited, and the code beside it.
 
 tests/support/state_space.py says what a model is, and tests/support/protocol.py has the programs.
-tests/support/simulation.py holds the code to them, of which scripts/simulate.py plays more seeds.
+tests/support/simulation.py holds the code to them: of its seeds 40 by day, 10,000 nightly.
 A change that adds, moves or leaves out a collective or a phase fails :func:`test_the_code`, which
 names the first place where the code does something else.
 """
@@ -104,13 +104,19 @@ def test_a_death_amid_late_gathers(what: str) -> None:
     run("late gathers, hash", 2, (1, last[what] - 1, "dies"), 0)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_simulation(part: int) -> None:
+SEEDS = [range(first, first + 10) for first in range(0, 40, 10)] + [
+    pytest.param(range(first, first + 100), marks=pytest.mark.nightly)
+    for first in range(0, 10_000, 100)
+]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_simulation(seeds: range) -> None:
     """In any order, with a fault or none, the code does what a program does; what can be read is
     whole.
     """
-    wrong = [failure(seed)[1] for seed in range(10 * part, 10 * part + 10)]
-    assert not any(wrong), "\n".join(wrong)
+    wrong = list(filter(None, map(failure, seeds)))
+    assert not wrong, "\n".join(wrong)
 
 
 AMAX, SCALES = "exchange._reduce: max", "scale_gather.start: gather"
