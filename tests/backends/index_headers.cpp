@@ -47,14 +47,18 @@ ANSWER in_whole(const i64* in, i64* out) {
     return put(out, bits.in_whole(in[3]), bits.keeps_fours());
 }
 
-// Of a grid, a region and the most blocks of a strip: what is called, four numbers each.
+// Of a grid, a region and the most blocks of a strip: what is called, with which strip and panel.
 ANSWER strips(const i64* in, i64* out) {
     i64* to = out;
-    for_each_strip(
-        grid_of(in), in[7] ? Region{in[4], in[5], in[6], in[7]} : Region{in[4], in[5]},
-        [&](const Strip& s) { to += put(to, 0, s.first_block, s.blocks, s.col, s.col_end); },
-        [&](const Strip&, const Panel& p) { to += put(to, 1, p.element, p.col, p.count, p.rows); },
-        [&](const Strip& s) { to += put(to, 2, s.first_block, 0, 0, 0); }, in[8]);
+    auto call = [&to](int what) {
+        return [&to, what](const Strip& s, const Panel& p = {}) {
+            to += put(to, what, s.first_block, s.blocks, s.col, s.col_end);
+            to += put(to, p.element, p.col, p.count, p.rows);
+        };
+    };
+    Region region{in[4], in[5]};
+    if (in[7]) region.col = in[6], region.col_end = in[7];
+    for_each_strip(grid_of(in), region, call(0), call(1), call(2), in[8]);
     return to - out;
 }
 
@@ -136,8 +140,9 @@ ANSWER stored_scales(const i64* in, i64* out) {
 }
 
 // Of a tile, its grid, the extent that is owned, and an address: whether vectors keep to blocks,
-// whether they are aligned; then element, block, thread and vector of all that is owned, or -1
-// where vectors are not said to be owned as their elements are.
+// whether they are aligned; then of each vector of each thread its first element, whether it is
+// owned as a whole, in part, and cut off by the tile's right end; and of its four elements whether
+// they are owned, and the block, or -1.
 template <class Shape>
 static i64 visited(const i64* in, i64* out) {
     Grid grid = grid_of(in);
@@ -149,22 +154,16 @@ static i64 visited(const i64* in, i64* out) {
     for (int thread = 0; thread < THREADS; thread++) {
         ThreadVectors vectors = shape.vectors(grid, thread);
         OwnedVectors owned = owned_vectors(vectors, tile, grid, in[4], in[5]);
-        if ((owned.whole | owned.some) >> vectors.count) return put(out, -1, 0);
-        for (int i = 0; i < vectors.count; i++) {
-            int of_four = 0;
+        for (int i = 0; i < TILE_VECTORS; i++) {
+            int left = vectors.cols - vectors.col_of(i);
+            to += put(to, vectors.at(i), owned.whole >> i & 1, owned.some >> i & 1,
+                      i < vectors.count && left > 0 && left < 4);
             for (int j = 0; j < 4; j++) {
-                if (!owns(vectors, in[4], in[5], i, j)) continue;
-                of_four++;
                 int b = shape.block_of(grid, vectors.row_of(i), vectors.col_of(i) + j);
                 i64 block = shape.first_block + shape.offset_of(b, grid.blocks_w(), 1);
-                if (b >= shape.num_blocks()) return put(out, -1, 0);
-                to += put(to, vectors.at(i) + j, block, thread, i);
+                to +=
+                    put(to, owns(vectors, in[4], in[5], i, j), b < shape.num_blocks() ? block : -1);
             }
-            if ((owned.whole >> i & 1) != (of_four == 4)) return put(out, -1, 0);
-            // Of one that the tile's right end cuts off, the elements behind it count, too.
-            int left = vectors.cols - vectors.col_of(i);
-            bool some = owned.some >> i & 1, cut_off = left > 0 && left < 4;
-            if (some != (of_four > 0) && !(some && cut_off)) return put(out, -1, 0);
         }
     }
     return to - out;

@@ -6,6 +6,7 @@ tests/backends/index_headers.cpp compiles the headers unchanged.
 
 import ctypes
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -118,30 +119,22 @@ def test_strips_visit_each_element_once_in_its_block(ask) -> None:
         ends = sorted(rng.sample(range(grid.blocks_w + 1), 2)) if rng.random() < 0.5 else [0, 0]
         col, col_end = (end * grid.block_w for end in ends)
         across = rng.choice([1, 2, 7, 512])
-        calls = ask("strips", *numbers_of(grid), extent.start, extent.end, col, col_end, across)
-        found: list[tuple[int, int]] = []
-        strip, panels = None, 0
-        for call, *fields in calls.reshape(-1, 5).tolist():
-            if call == 0:
-                assert strip is None
-                strip, panels = fields, 0
-                assert fields[1] <= across
-                assert fields[2] == fields[0] % grid.blocks_w * grid.block_w
-                assert fields[3] == min(fields[2] + fields[1] * grid.block_w, grid.cols)
-            elif call == 1:
-                element, column, count, rows = fields
-                panels += 1
-                assert column + count <= strip[3] - strip[2]
-                found += [
-                    (element + r * grid.cols + k, strip[0] + (column + k) // grid.block_w)
-                    for r in range(rows) for k in range(count)
-                ]  # fmt: skip
-            else:
-                assert strip is not None
-                assert strip[0] == fields[0]
-                assert panels <= 3
-                strip = None
-        assert strip is None
+        region = extent.start, extent.end, col, col_end
+        calls = ask("strips", *numbers_of(grid), *region, across).reshape(-1, 9)
+        kinds, first, blocks, left, right, *_ = calls.T
+        assert re.fullmatch("(01{1,3}2)*", "".join(map(str, kinds)))
+        opened = np.maximum.accumulate(np.arange(len(kinds)) * (kinds == 0))
+        assert (first == first[opened]).all()
+        assert (blocks <= across).all()
+        assert (left == first % grid.blocks_w * grid.block_w).all()
+        assert (right == np.minimum(left + blocks * grid.block_w, grid.cols)).all()
+        found = []
+        for _, block, _, begin, end, element, column, count, rows in calls[kinds == 1].tolist():
+            assert column + count <= end - begin
+            found += [
+                (element + r * grid.cols + k, block + (column + k) // grid.block_w)
+                for r in range(rows) for k in range(count)
+            ]  # fmt: skip
         last = col_end or grid.cols  # 0: no columns are named
         asked = [e for e in range(extent.start, extent.end) if col <= e % grid.cols < last]
         assert sorted(found) == [(e, grid.block_of(e)) for e in asked], (grid, extent, across)
@@ -305,7 +298,7 @@ def test_every_thread_works_in_a_narrow_tile(ask, cols: int) -> None:
     grid = BlockGrid(16, cols, 16, 16)
     (tile,) = tiling.shard_tiles([0], [grid], [Extent(0, grid.numel)]).tolist()
     answer = ask("of_tile", *numbers_of(grid), 0, grid.numel, 4096, *tile)
-    of_thread = np.bincount(answer[2:].reshape(-1, 4)[:, 2], minlength=128)
+    of_thread = answer[2:].reshape(128, 16, 12)[:, :, 4::2].sum((1, 2))
     assert of_thread.tolist() == [grid.numel // 128] * 128
 
 
@@ -333,20 +326,21 @@ def assert_visited(
     for number, tile in enumerate(tiles):
         address = (4096, 4104)[number % 2]
         answer = ask(function, *numbers_of(grid), extent.start, extent.end, address, *tile)
-        keep, aligned, *_ = answer.tolist()
-        assert keep >= 0, f"a vector is said to be owned by another, {grid}, {extent}, {tile}"
-        visited = answer[2 : -1 if second else None].reshape(-1, 4)
-        elements, blocks = visited[:, 0], visited[:, 1]
-        found.append(elements)
-        assert (blocks == grid.block_of(elements)).all(), (grid, extent, tile)
+        keep, aligned = answer[:2].tolist()
+        vectors = answer[2 : -1 if second else None].reshape(-1, 12)
+        at, whole, some, cut_off = vectors[:, :4].T
+        owns, blocks, elements = vectors[:, 4::2] == 1, vectors[:, 5::2], at[:, None] + np.arange(4)
+        own = owns.sum(1)
+        # Of a vector that the tile's right end cuts off, the elements behind it count, too.
+        assert (whole == (own == 4)).all(), (grid, extent, tile)
+        assert ((some == (own > 0)) | (some & cut_off == 1)).all(), (grid, extent, tile)
+        if keep:
+            assert (blocks == blocks.max(1, keepdims=True))[owns].all(), (grid, extent, tile)
+        found.append(elements[owns])
+        assert (blocks == grid.block_of(elements))[owns].all(), (grid, extent, tile)
         if second:
             column = answer[-1] - tile[1] // 2**32 + elements % grid.cols
-            assert (second.block_of(elements) == column).all()
-        # What one thread has at once: the vectors' numbers, and where each begins among them.
-        vectors = visited[:, 2] * 99 + visited[:, 3]
-        _, first, count = np.unique(vectors, return_index=True, return_counts=True)
-        if keep:
-            assert (blocks[first] == blocks[first + count - 1]).all(), (grid, extent, tile)
+            assert (second.block_of(elements) == column)[owns].all()
         # Tiles begin at multiples of four columns.
         of_one = not second and tile[1] % 2**32 == 1
         assert keep == (bool(second) or of_one or grid.block_w % 4 == 0), (grid, tile)
@@ -354,7 +348,7 @@ def assert_visited(
         assert aligned == (address % 16 == 0 and all(r * grid.cols % 4 == 0 for r in rows))
         if aligned:
             start = tile[1] % 2**32 * grid.cols + tile[1] // 2**32 if second else tile[2]
-            assert ((elements[first[count == 4]] - start) % 4 == 0).all(), (grid, extent, tile)
+            assert ((at[own == 4] - start) % 4 == 0).all(), (grid, extent, tile)
     visited = np.sort(np.concatenate(found))
     assert (visited == np.arange(extent.start, extent.end)).all(), (grid, extent)
 
