@@ -473,20 +473,9 @@ def play(scenario: Scenario, draw: random.Random) -> list[Move]:
                 assert isinstance(error, Killed) or ranks[r].op[1][0] == "raised", f"rank {r} did"
         except AssertionError as error:
             story = "".join(map(str, events))
-            raise Mistake(f"{error}, after:\n{story}") from error
+            raise Mistake(f"{scenario}: {error}, after:\n{story}") from error
         finally:
             for rank in ranks:
                 while rank.op[0] != "end":
                     rank.go_on("dies")
     return events
-
-
-def failure(seed: int) -> str:
-    """What did not hold in the scenario of a seed; nothing where all did."""
-    draw = random.Random(seed)
-    scenario = Scenario.drawn(draw)
-    try:
-        play(scenario, draw)
-    except Exception as error:
-        return f"seed {seed}, {scenario}: {error}"
-    return ""

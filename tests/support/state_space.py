@@ -11,6 +11,7 @@ before a wait for it ends, and ranks that wait for one that failed do not come t
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -115,9 +116,9 @@ class Model:
         self._make, self._mistake, self._parts = make, mistake, make(0).codes + 1
         self._ways: list[tuple[Any, ...]] = []  # by place a rank, and answers that led it there
         self._places: dict[Any, int] = {}
-        self._next: dict[tuple[int, str], int] = {}
+        self._place = functools.cache(self._find)
 
-    def _place(self, way: tuple[Any, ...]) -> int:
+    def _find(self, way: tuple[Any, ...]) -> int:
         """The place to which a rank comes by answers."""
         known = self._make(way[0])
         run = known.run()
@@ -135,11 +136,6 @@ class Model:
             self.known.append(known)
             self._ways.append(way)
         return self._places[place]
-
-    def _after(self, at: int, answer: str) -> int:
-        if (at, answer) not in self._next:
-            self._next[at, answer] = self._place((*self._ways[at], answer))
-        return self._next[at, answer]
 
     def start(self, size: int, faults: int) -> World:
         """The state in which nothing was done."""
@@ -182,7 +178,8 @@ class Model:
             whole = (step,) * len(world.ranks)
             written = whole if part in op.of_all else _with(weights[part], r, step)
             weights = _with(weights, part, written)
-        ranks = _with(world.ranks, r, Rank(self._after(rank.at, answer), waits, begun, weights))
+        at = self._place((*self._ways[rank.at], answer))
+        ranks = _with(world.ranks, r, Rank(at, waits, begun, weights))
         return World(ranks, calls, world.done, world.faults - (answer in op.faults))
 
     def _settled(self, world: World) -> World:
