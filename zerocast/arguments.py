@@ -147,8 +147,8 @@ def check_fields(owner: Any) -> None:
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:
-    """Why the elements of ``tensor`` do not stand as its dtype says, in memory of its own, and what
-    to do; None where they do. Strides are not looked at.
+    """Say why the elements of ``tensor`` do not stand as its dtype says, in memory of its own, and
+    what to do; None where they do. Strides are not looked at.
     """
     kind = type(tensor)
     if kind.__torch_dispatch__ is not _HOLDS_MEMORY:
@@ -177,8 +177,8 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def why_unusable(tensor: object, dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
-    """What ``tensor`` is instead of a contiguous tensor of one of ``dtypes`` on ``device`` with
-    memory of its own, and what to do; None where it is one.
+    """Return what ``tensor`` is instead of a contiguous tensor of one of ``dtypes`` on ``device``
+    with memory of its own, and what to do; None where it is one.
     """
     if not isinstance(tensor, torch.Tensor):
         return type(tensor).__name__
@@ -197,7 +197,7 @@ def why_unusable(tensor: object, dtypes: Sequence[torch.dtype], device: torch.de
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str | None:
-    """Why the elements of ``tensor`` do not lie by strides; None where they do."""
+    """Say why the elements of ``tensor`` do not lie by strides; None where they do."""
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         return f"a {layout} tensor; give a dense one, such as .to_dense()"

@@ -74,9 +74,7 @@ PACKED = pack({}, {"scale": torch.ones(3)})
 )
 def test_what_is_no_state_is_refused(given):
     """A damaged tensor, one of another kind, and a dictionary: nothing is read beyond its end."""
-    with pytest.raises(
-        zerocast.InputError, match="remember for up must be a tensor of bytes .*got"
-    ):
+    with pytest.raises(zerocast.InputError, match="state of up must be the tensor of bytes .*got"):
         unpack(given, "up")
 
 
@@ -141,6 +139,6 @@ def test_the_state_of_another_kind_of_layer_is_refused():
     with pytest.raises(zerocast.InputError) as raised:
         mlp.set_extra_state(state)
     assert str(raised.value) == (
-        "what recipes remember for mlp must be that of a LayerNormMLP, of 2 products, got one of "
-        "1; take its '_extra_state' out of the state dict to start anew."
+        "the recipe state of mlp must be that of a LayerNormMLP, of 2 products, got one of "
+        "1; take its '_extra_state' out of the state dict to start without it."
     )

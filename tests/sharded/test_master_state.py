@@ -294,6 +294,6 @@ def test_the_state_of_another_recipe_is_refused():
             f"layers.0.weight remembers amax torch.float32 [1], amax_history torch.float32 [3], "
             f"cast_scale torch.float32 [1], scale torch.float32 [1], and the state dict has "
             f"{theirs} for it; convert with the recipe that it was saved under, or take the "
-            f"layer's 'weight_state' out of the state dict to start anew."
+            f"layer's 'weight_state' out of the state dict to start without it."
         )
     assert not saved_state(model)["amax_history"].any()

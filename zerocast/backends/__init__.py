@@ -30,7 +30,9 @@ _forced: ContextVar[str | Backend | None] = ContextVar("zerocast_backend", defau
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend that serves tensors on ``device``, or the one that :func:`use_backend` forces."""
+    """Return the backend that serves tensors on ``device``, or the one that :func:`use_backend`
+    forces.
+    """
     forced = _forced.get()
     if forced is None:
         return _default(device.type, _index(device)) if device.type in NAMES else _REFERENCE

@@ -17,8 +17,8 @@ does."""
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:
-    """Whether the current CUDA device multiplies FP8 matrices; with ``return_reason``, that and the
-    reason why not.
+    """Say whether the current CUDA device multiplies FP8 matrices; with ``return_reason``, that and
+    the reason why not.
 
     Where it does not, the CPU included, FP8 recipes still work: products are those of the values
     that the codes mean.
@@ -55,7 +55,7 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """The compute capability of the current CUDA device; None where there is none."""
+    """Return the compute capability of the current CUDA device; None where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
@@ -64,7 +64,7 @@ def _answer(lacks: str, return_reason: bool) -> Answer:
 
 
 def _lacks(needed: tuple[int, int], what: str) -> str:
-    """What is missing to multiply ``what`` on the current device; empty where nothing is."""
+    """Return what is missing to multiply ``what`` on the current device; empty where nothing is."""
     capability = compute_capability()
     if capability is None:
         return f"{what} products need a CUDA device, and torch sees none."

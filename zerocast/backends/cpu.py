@@ -193,7 +193,7 @@ class CpuBackend(ReferenceBackend):
         return with_casts(self, numerics, target, self._result)
 
     def _result(self, target: FusedOperand) -> torch.Tensor:
-        """The rounded result of an operation, FP32 [M, K]."""
+        """Return the rounded result of an operation, FP32 [M, K]."""
         output = target.output
         if output is None or output.dtype != torch.float32:
             output = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
@@ -214,8 +214,8 @@ class CpuBackend(ReferenceBackend):
         rows: list[list[int]],
         operands: Sequence[object],
     ) -> Callable[..., None]:
-        """The call of ``operation`` over a table of ``rows``, which point into ``operands``: those
-        stay alive as long as it may be made. Each call may be given a further table.
+        """Return the call of ``operation`` over a table of ``rows``, which point into ``operands``:
+        those stay alive as long as it may be made. Each call may be given a further table.
         """
         first = [] if numerics is None else [_table([tables.numerics_fields(numerics, self.name)])]
         if not rows:

@@ -99,8 +99,8 @@ def with_casts(
     target: FusedOperand,
     result: Callable[[FusedOperand], torch.Tensor],
 ) -> Launch:
-    """The launch that takes the ``result`` of the operation, FP32 [M, K] and rounded, and casts it
-    by the operations of weights.
+    """Return the launch that takes the ``result`` of the operation, FP32 [M, K] and rounded, and
+    casts it by the operations of weights.
     """
 
     def launch() -> None:
@@ -149,7 +149,7 @@ def _operands(
     values: torch.Tensor,
     tensor_amax: torch.Tensor,
 ) -> tuple[list[TensorOperand], Masters]:
-    """The whole tensor as the operands of casts, one a plane: of each its own master."""
+    """Return the whole tensor as the operands of casts, one a plane: of each its own master."""
     planes = target.planes
     if not planes:  # there is still an amax to take, of one block
         everything = ScaleLayout(grid_of(target.rows, target.cols, (FULL, FULL)))

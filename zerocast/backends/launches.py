@@ -13,7 +13,7 @@ def nothing(*given: object) -> None:
 
 
 def in_turn(first: Launch, second: Launch) -> Launch:
-    """The launch of both, one after the other."""
+    """Return the launch of both, one after the other."""
 
     def launch() -> None:
         first()
@@ -27,8 +27,8 @@ def with_empty_shards(
     numerics: Numerics,
     operands: Operands,
 ) -> Launch:
-    """The launch of ``compute_scale`` for ``operands`` that have elements, and of the reference for
-    those that have none: tensor-parallel shards that share amaxes.
+    """Return the launch of ``compute_scale`` for ``operands`` that have elements, and of the
+    reference for those that have none: tensor-parallel shards that share amaxes.
 
     Compiled code divides its work by stored scales, of which such a shard may have none. There is
     next to nothing to do, so plain torch does it.

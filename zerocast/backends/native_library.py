@@ -71,7 +71,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The native library, loaded once a process.
+    """Return the native library, loaded once a process.
 
     Raises:
         BackendError: as :func:`find_library` and :func:`open_library` do.
@@ -80,5 +80,5 @@ def load() -> ctypes.CDLL:
 
 
 def instruction_sets(library: ctypes.CDLL) -> list[str]:
-    """The instruction sets that ``library`` holds and this machine runs, fastest first."""
+    """Return the instruction sets that ``library`` holds and this machine runs, fastest first."""
     return library.zerocast_cpu_isas().decode().split()

@@ -45,7 +45,9 @@ def _this_thread_flushes() -> bool:
 
 
 def _any_thread_flushes() -> bool:
-    """Whether a subnormal is lost in any of the threads that an operation would be shared among."""
+    """Say whether a subnormal is lost in any of the threads that an operation would be shared
+    among.
+    """
     smallest = torch.finfo(torch.float32).tiny
     per_thread = torch.full(
         (torch.get_num_threads() * GRAIN,), smallest, dtype=torch.float32, device="cpu"

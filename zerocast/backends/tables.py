@@ -84,7 +84,7 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
 
 
 def numerics_class(numerics: Numerics) -> str:
-    """The class of ``scaling.h`` that computes these numerics."""
+    """Return the class of ``scaling.h`` that computes these numerics."""
     if isinstance(numerics, NVFP4Numerics):
         return "NVFP4Numerics" if numerics.four_over_six is None else "FourOverSixNumerics"
     name = type(numerics).__name__.replace("Float8Delayed", "Delayed")
@@ -150,7 +150,7 @@ def adamw_row(update: AdamWUpdate | None, address: Address) -> list[int]:
 
 @lru_cache(maxsize=64)  # weights share them
 def adamw_numbers(numbers: AdamWNumbers) -> tuple[int, ...]:
-    """The numbers of AdamWUpdate: FP32 bit patterns, but for ``from_gradient``."""
+    """Return the numbers of AdamWUpdate: FP32 bit patterns, but for ``from_gradient``."""
     values = (getattr(numbers, each.name) for each in fields(numbers))
     return tuple(each if isinstance(each, bool) else float_bits(each) for each in values)
 
@@ -162,8 +162,8 @@ def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> lis
 
 
 def _from_block_0(address: int, first_block: int, nbytes: int) -> int:
-    """Where the entry of block 0 would lie, of a tensor at ``address`` that begins with the entry,
-    so many bytes long, of block ``first_block``.
+    """Return where the entry of block 0 would lie, of a tensor at ``address`` that begins with the
+    entry, so many bytes long, of block ``first_block``.
     """
     return address and address - first_block * nbytes
 
@@ -331,12 +331,12 @@ def runs_row(
 
 
 def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:
-    """The bit pattern of one padding entry of ``plane``: FP32, or a one-byte code."""
+    """Return the bit pattern of one padding entry of ``plane``: FP32, or a one-byte code."""
     return float_bits(layout.padding) if plane.dtype == torch.float32 else int(layout.padding)
 
 
 def float_bits(value: float) -> int:
-    """The bit pattern of ``value`` rounded to FP32, as int32."""
+    """Return the bit pattern of ``value`` rounded to FP32, as int32."""
     sign, magnitude = (math.copysign(1, value) < 0) * -(2**31), abs(value)
     if magnitude < torch.finfo(torch.float32).tiny:
         # An integer multiple of the smallest subnormal, which this thread may be set to flush.

@@ -43,7 +43,7 @@ def write_one_file(path: Path, planned: Planned, comm: Communicator, device: tor
     sizes = [entry.num_bytes for entry in entries]
 
     def beginning(digests: list[str]) -> bytes:
-        """The file's header, with the manifest in it: as long whatever the digests are."""
+        """Return the file's header, with the manifest in it: as long whatever the digests are."""
         start, end = 0, -1
         while start != end:  # where data begins is in the manifest, which stands before it
             start = end if end > 0 else 0

@@ -145,7 +145,7 @@ def check_same(
 
 
 def _all_same(comm: Communicator, answers: Sequence[int], error: ZerocastError | None) -> bool:
-    """Whether all ranks give the same answers, in one all-reduce."""
+    """Say whether all ranks give the same answers, in one all-reduce."""
     largest = _ERROR_VOTE - 1
     votes = _highest(comm, [*answers, *(largest - answer for answer in answers)], error)
     highest, mirrored_lowest = votes[: len(answers)], votes[len(answers) :]
@@ -153,7 +153,9 @@ def _all_same(comm: Communicator, answers: Sequence[int], error: ZerocastError |
 
 
 def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) -> list[int]:
-    """The highest of all ranks' votes, place by place; an error on any rank is raised on all."""
+    """Return the highest of all ranks' votes, place by place; an error on any rank is raised on
+    all.
+    """
     if comm.size == 1:
         if error is not None:
             raise error
@@ -179,7 +181,9 @@ def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastEr
 
 
 def _known_type(error: ZerocastError) -> type[ZerocastError]:
-    """The nearest type that every rank has and can make of one text: not a caller's subclass."""
+    """Return the nearest type that every rank has and can make of one text: not a caller's
+    subclass.
+    """
     return next(kind for kind in type(error).__mro__ if kind.__module__.startswith("zerocast."))
 
 

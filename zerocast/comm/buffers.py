@@ -29,7 +29,8 @@ _DTYPES = {
 
 
 def reduce_operand(what: str, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer`` of the reduction ``what`` as a 1-D tensor outside autograd, sharing its memory.
+    """Return ``buffer`` of the reduction ``what`` as a 1-D tensor outside autograd, sharing its
+    memory.
 
     Raises:
         InputError: where ``buffer`` is not contiguous, or of a dtype that cannot be reduced.
@@ -44,7 +45,7 @@ def reduce_operand(what: str, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer`` as 1-D uint8 outside autograd, sharing its memory.
+    """Return ``buffer`` as 1-D uint8 outside autograd, sharing its memory.
 
     A transport that only moves data needs to know of no other dtype.
 
@@ -71,8 +72,8 @@ def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
 def gather_operands(
     buffer: torch.Tensor, counts: Parts, size: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """``buffer`` of an all-gather as bytes, and how many of them each rank's part has, in rank
-    order.
+    """Return ``buffer`` of an all-gather as bytes, and how many of them each rank's part has, in
+    rank order.
 
     Args:
         counts: the elements of each part; None means equal parts.
@@ -108,7 +109,7 @@ def exchange_operands(
 
 
 def is_in_place(output: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether an all-to-all on these bytes writes over what it sends."""
+    """Say whether an all-to-all on these bytes writes over what it sends."""
     return output.numel() > 0 and output.data_ptr() == buffer.data_ptr()
 
 
@@ -162,7 +163,7 @@ def scatter_operands(
 
 
 def broadcast_operand(buffer: torch.Tensor, root: int, size: int) -> torch.Tensor:
-    """``buffer`` of a broadcast as bytes.
+    """Return ``buffer`` of a broadcast as bytes.
 
     Raises:
         InputError: where it is not contiguous, or ``root`` is no rank of the group.
@@ -193,7 +194,7 @@ def on_device(buffer: torch.Tensor, device: torch.device | None) -> Iterator[tor
 
 
 def pickled(obj: Any) -> bytes:
-    """What an all-gather of objects sends of ``obj``.
+    """Return what an all-gather of objects sends of ``obj``.
 
     Raises:
         InputError: where it cannot be pickled.

@@ -142,7 +142,7 @@ class Communicator(ABC):
         """
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's ``obj`` (small, picklable), in rank order.
+        """Return every rank's ``obj`` (small, picklable), in rank order.
 
         For what is agreed on once, not for tensors. It is two all-gathers of bytes where the
         transport has nothing better.
@@ -164,12 +164,12 @@ class Communicator(ABC):
         """
 
     def stages(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` travel by way of a copy in another device's memory."""
+        """Say whether tensors on ``device`` travel by way of a copy in another device's memory."""
         return False
 
     def captures(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can record collectives on ``device``'s tensors: not where the host
-        takes part in them.
+        """Say whether a CUDA graph can record collectives on ``device``'s tensors: not where the
+        host takes part in them.
         """
         return not self.stages(device)
 

@@ -66,12 +66,12 @@ def check_timeout(timeout: object) -> float:
 
 
 def told(error: BaseException) -> str:
-    """What other ranks are told of an exception."""
+    """Return what other ranks are told of an exception."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def grace(timeout: float) -> float:
-    """The seconds at the end of a ``timeout`` in which ranks say where they are."""
+    """Return the seconds at the end of a ``timeout`` in which ranks say where they are."""
     return min(GRACE, timeout / 4)
 
 

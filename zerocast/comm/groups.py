@@ -24,7 +24,7 @@ _NOT_A_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def as_communicator(group: Group) -> Communicator:
-    """The communicator of a group of ranks.
+    """Return the communicator of a group of ranks.
 
     Args:
         group: a zerocast communicator, which is returned as it is; an mpi4py intracommunicator; a

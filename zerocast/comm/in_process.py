@@ -142,7 +142,8 @@ class InProcessCommunicator(Communicator):
         self._group.world.announce(self._group.members[self.rank], error)
 
     def split(self, color: int) -> InProcessCommunicator:
-        """The communicator of the ranks that give the same ``color``, in the order they have here.
+        """Return the communicator of the ranks that give the same ``color``, in the order they have
+        here.
 
         Collective: every rank calls it.
         """
@@ -180,8 +181,8 @@ class InProcessCommunicator(Communicator):
         return self._exchange(signature, flat, fill)
 
     def _exchange(self, signature: _Signature, flat: torch.Tensor, fill: _Fill) -> torch.Tensor:
-        """A new tensor like ``flat``, shared by all ranks, that their ``fill`` have written. After
-        the exchange nobody reads another rank's tensor.
+        """Return a new tensor like ``flat``, shared by all ranks, that their ``fill`` have written.
+        After the exchange nobody reads another rank's tensor.
         """
 
         def begin(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -216,7 +217,9 @@ class InProcessCommunicator(Communicator):
 def _fitting(
     given: list[tuple[torch.Tensor, list[int], list[int]]],
 ) -> list[tuple[torch.Tensor, list[int], list[int]]] | RankMismatchError:
-    """What ranks brought to an all-to-all, where every part is as long as its receiver expects."""
+    """Return what ranks brought to an all-to-all, where every part is as long as its receiver
+    expects.
+    """
     for sender, (_, _, gives) in enumerate(given):
         for receiver, (_, takes, _) in enumerate(given):
             if gives[receiver] != takes[sender]:

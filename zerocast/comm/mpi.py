@@ -201,8 +201,8 @@ class MpiCommunicator(Communicator):
         return buffers.on_device(_settled(tensor), None)
 
     def _memory(self, tensor: torch.Tensor, count: int | None = None) -> list[Any]:
-        """A contiguous tensor as mpi4py takes memory: address, count, datatype; the count is that
-        of each rank's part where it is given.
+        """Return a contiguous tensor as mpi4py takes memory: address, count, datatype; the count is
+        that of each rank's part where it is given.
         """
         assert tensor.is_contiguous()
         memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)

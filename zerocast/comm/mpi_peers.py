@@ -180,7 +180,7 @@ class MpiPeers(Peers):
         return True
 
     def all_left(self) -> bool:
-        """Whether all others end as well."""
+        """Say whether all others end as well."""
         self._listen()
         return len(self._left) == self._size - 1
 

@@ -90,7 +90,7 @@ class Peers(ABC):
 
     @abstractmethod
     def _seen(self, error: BaseException) -> str | None:
-        """What the transport says by ``error``; None for an exception that is not of it."""
+        """Return what the transport says by ``error``; None for an exception that is not of it."""
 
     # --- the course of a collective ---
 
@@ -117,8 +117,8 @@ class Peers(ABC):
             raise self._fail(made)
 
     def _lost(self) -> int | None:
-        """The fewest collectives that a rank has begun which has said that it goes no further; None
-        where none has.
+        """Return the fewest collectives that a rank has begun which has said that it goes no
+        further; None where none has.
         """
         own = self._said.get(self._rank)
         here = own and (own.kind, own.count)
@@ -174,7 +174,7 @@ class Peers(ABC):
         return self._failure
 
     def _is_explained(self) -> bool:
-        """Whether no rank's words could add to why a collective does not end."""
+        """Say whether no rank's words could add to why a collective does not end."""
         others = [words.kind for rank, words in self._said.items() if rank != self._rank]
         return len(others) == self._size - 1 or RAISED in others or MISMATCH in others
 

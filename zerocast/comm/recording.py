@@ -88,7 +88,7 @@ class RecordingCommunicator(Communicator):
             self._label = outer
 
     def total(self, *, kind: str | None = None, label: str | None = None) -> Traffic:
-        """The sum over the given kind and label; None means all of them."""
+        """Return the sum over the given kind and label; None means all of them."""
         total = Traffic()
         for (its_label, its_kind), traffic in self.traffic.items():
             if kind in (None, its_kind) and label in (None, its_label):
@@ -164,7 +164,7 @@ class RecordingCommunicator(Communicator):
         return buffer.nbytes, buffer.nbytes - self._part(buffer, counts, self.rank + 1)
 
     def _part(self, buffer: torch.Tensor, counts: Parts, rank: int) -> int:
-        """The bytes of a rank's part of ``buffer``."""
+        """Return the bytes of a rank's part of ``buffer``."""
         if counts is None:
             return buffer.nbytes // self.size
         return int(counts[rank % self.size]) * buffer.itemsize

@@ -171,7 +171,7 @@ class ThreadGroup:
 
 
 def one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:
-    """The lowest rank's own error; every other one that says something else, as its context."""
+    """Return the lowest rank's own error; every other one that says something else, as its context."""
     own = [errors[rank] for rank in sorted(errors) if rank not in released]
     own = own or [errors[min(errors)]]  # whose rank raised first may be stuck
     chain, said = _chain(own[0]), {repr(own[0])}

@@ -129,7 +129,7 @@ class TorchPeers(Peers):
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """The seconds after which ``group`` gives a collective up."""
+    """Return the seconds after which ``group`` gives a collective up."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             options: Any = group._get_backend(torch.device(device)).options

@@ -113,7 +113,7 @@ class CountingBackend:
 
 
 def _held(operands: Operands) -> list[TensorOperand]:
-    """Those of which this rank owns elements."""
+    """Return those of which this rank owns elements."""
     return [each for each in operands if each.extent]
 
 

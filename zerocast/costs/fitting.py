@@ -98,7 +98,7 @@ def cost_of(points: Sequence[tuple[int, int, float]]) -> Cost:
 
 
 def _fit_collectives(comm: Communicator) -> dict[str, Cost]:
-    """The cost of each kind, on buffers of :data:`SIZES`."""
+    """Return the cost of each kind, on buffers of :data:`SIZES`."""
     points: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
     for nbytes in SIZES:
         buffer = torch.zeros(nbytes // 4 // comm.size * comm.size, dtype=torch.int32, device="cpu")
@@ -120,7 +120,7 @@ def _fit_collectives(comm: Communicator) -> dict[str, Cost]:
 
 
 def _mean_over_ranks(comm: Communicator, seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """The medians of the timed ones, averaged over the ranks. Collective."""
+    """Return the medians of the timed ones, averaged over the ranks. Collective."""
     medians = {name: statistics.median(each[WARM:]) for name, each in seconds.items()}
     everyone = comm.all_gather_object(medians)
     return {name: statistics.fmean(each[name] for each in everyone) for name in medians}
@@ -133,7 +133,7 @@ def _estimate(comm: Communicator, shapes: Shapes, recipe: Recipe) -> Estimate:
 
 
 def _measure(comm: Communicator, shapes: Shapes, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """The seconds of each phase of a step, and of them those outside of collectives."""
+    """Return the seconds of each phase of a step, and of them those outside of collectives."""
     recording = RecordingCommunicator(comm)
     params = [
         (f"w{i}", torch.nn.Parameter(empty(shape, recipe, device="cpu")))

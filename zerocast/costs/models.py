@@ -241,7 +241,7 @@ def params_of(model: torch.nn.Module, comm: Communicator | None = None) -> Param
 def _tp_part(
     name: str, weight: torch.Tensor, plan: dict[str, str], comm: Communicator
 ) -> torch.Tensor:
-    """What this rank of ``comm`` has of a weight, whole where ``plan`` does not name it."""
+    """Return what this rank of ``comm`` has of a weight, whole where ``plan`` does not name it."""
     names = name, name.removesuffix(".weight")
     styles = [s for pattern, s in plan.items() for n in names if fnmatch.fnmatchcase(n, pattern)]
     if not styles:

@@ -41,7 +41,7 @@ def _table(
     *,
     total: bool = True,
 ) -> str:
-    """A column each, in rows by what any of them names and is not 0."""
+    """Return a column each, in rows by what any of them names and is not 0."""
     names = _in_order(columns.values())
     rows = [[name, *(show(each.get(name, 0)) for each in columns.values())] for name in names]
     if total:
@@ -50,8 +50,8 @@ def _table(
 
 
 def _in_order(columns: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of all columns, each before those that any column has after it as far as that can
-    be.
+    """Return the names of all columns, each before those that any column has after it as far as
+    that can be.
     """
     names: list[str] = []
     for column in columns:

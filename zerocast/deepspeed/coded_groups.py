@@ -129,10 +129,10 @@ def _lay_end_to_end(weights: Sequence[QuantizedTensor]) -> None:
 
 
 def is_coded(flat: torch.Tensor) -> bool:
-    """Whether a flat range of DeepSpeed's stands for a group that holds codes."""
+    """Say whether a flat range of DeepSpeed's stands for a group that holds codes."""
     return flat.is_meta
 
 
 def coded_groups(flats: Sequence[Any]) -> CodedGroups | None:
-    """The object that makes the weights of these flat ranges; None where none holds codes."""
+    """Return the object that makes the weights of these flat ranges; None where none holds codes."""
     return next((flat.zerocast_groups for flat in flats if is_coded(flat)), None)

@@ -27,7 +27,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(a: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``a``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``a``."""
     return ceil_div(a, multiple) * multiple
 
 
@@ -73,16 +73,16 @@ class BlockGrid:
         return self.num_blocks + (self.num_blocks != 1)
 
     def block_of(self, index: Index) -> Index:
-        """The number of the block that holds the element with flat index ``index``: an int, or a
-        tensor of int64 indices.
+        """Return the number of the block that holds the element with flat index ``index``: an int,
+        or a tensor of int64 indices.
         """
         return (
             index // self.cols // self.block_h * self.blocks_w + index % self.cols // self.block_w
         )
 
     def touched(self, extent: Extent) -> range:
-        """The blocks whose amaxes a rank keeps that owns ``extent``: all of every row of blocks
-        that its rows, up to multiples of :data:`TILE_ROWS`, lie in.
+        """Return the blocks whose amaxes a rank keeps that owns ``extent``: all of every row of
+        blocks that its rows, up to multiples of :data:`TILE_ROWS`, lie in.
         """
         if not extent or not self.numel:
             return range(0)
@@ -92,18 +92,18 @@ class BlockGrid:
         return range(rows[0] * self.blocks_w, rows[1] * self.blocks_w)
 
     def owned(self, extent: Extent) -> range:
-        """The blocks whose first elements lie in ``extent``: their owner makes their scales."""
+        """Return the blocks whose first elements lie in ``extent``: their owner makes their scales."""
         return range(self.blocks_before(extent.start), self.blocks_before(extent.end))
 
     def blocks_before(self, element: int) -> int:
-        """How many blocks begin before ``element``, in a matrix that has some: the first elements
-        of blocks ascend as their numbers do.
+        """Say how many blocks begin before ``element``, in a matrix that has some: the first
+        elements of blocks ascend as their numbers do.
         """
         row, in_row = divmod(element, self.cols * self.block_h)
         return row * self.blocks_w + min(ceil_div(in_row, self.block_w), self.blocks_w)
 
     def transposed(self) -> BlockGrid:
-        """The same blocks over the transposed matrix."""
+        """Return the same blocks over the transposed matrix."""
         return BlockGrid(self.cols, self.rows, self.block_w, self.block_h)
 
 
@@ -137,7 +137,7 @@ class ScaleLayout:
     transposed: bool = False
 
     def of_transposed(self) -> ScaleLayout:
-        """The same stored plane, by the blocks of the transposed matrix."""
+        """Return the same stored plane, by the blocks of the transposed matrix."""
         repeats = {"row_repeat": self.col_repeat, "col_repeat": self.row_repeat}
         return replace(self, grid=self.grid.transposed(), transposed=not self.transposed, **repeats)
 

@@ -29,12 +29,14 @@ class Extent:
         return f"[{self.start}, {self.end})"
 
     def intersect(self, other: Extent) -> Extent:
-        """The elements in both; where there are none, an empty extent at the place between them."""
+        """Return the elements in both; where there are none, an empty extent at the place between
+        them.
+        """
         start = max(self.start, other.start)
         return Extent(start, max(start, min(self.end, other.end)))
 
     def shifted(self, offset: int) -> Extent:
-        """The same elements, counted from ``offset`` elements earlier (or later, where it is
+        """Return the same elements, counted from ``offset`` elements earlier (or later, where it is
         negative).
         """
         return Extent(self.start + offset, self.end + offset)

@@ -45,22 +45,24 @@ class FlatLayout:
         return self.rank_numel * self.world_size
 
     def weight_extents(self) -> list[Extent]:
-        """The range of each weight in the buffer."""
+        """Return the range of each weight in the buffer."""
         ends = list(accumulate(self.numels))
         return [Extent(end - n, end) for n, end in zip(self.numels, ends, strict=True)]
 
     def rank_extent(self, rank: int) -> Extent:
-        """The range of the buffer that ``rank`` owns, padding included."""
+        """Return the range of the buffer that ``rank`` owns, padding included."""
         return Extent(rank * self.rank_numel, (rank + 1) * self.rank_numel)
 
     def owners(self, extent: Extent) -> list[tuple[int, Extent]]:
-        """The ranks that own elements of ``extent`` of the buffer, ascending, each with its own."""
+        """Return the ranks that own elements of ``extent`` of the buffer, ascending, each with its
+        own.
+        """
         width = self.rank_numel
         ranks = range(extent.start // width, ceil_div(extent.end, width)) if extent else ()
         return [(r, extent.intersect(Extent(r * width, (r + 1) * width))) for r in ranks]
 
     def shards(self, rank: int) -> list[Extent]:
-        """What ``rank`` owns of each weight, in elements of that weight; empty where it owns
+        """Return what ``rank`` owns of each weight, in elements of that weight; empty where it owns
         nothing.
         """
         owned = self.rank_extent(rank)
@@ -68,7 +70,7 @@ class FlatLayout:
                 for w in self.weight_extents()]  # fmt: skip
 
     def shard_slices(self, rank: int) -> list[slice]:
-        """The slice, by weight, of ``rank``'s own range (its FP32 master, say) that
+        """Return the slice, by weight, of ``rank``'s own range (its FP32 master, say) that
         :meth:`shards` names.
         """
         owned = self.rank_extent(rank)
@@ -79,8 +81,8 @@ class FlatLayout:
 
 
 def check_partition(numel: int, extents: Sequence[Extent], unit: str = "elements") -> str | None:
-    """What is wrong with ``extents`` (by rank) as a partition of ``numel`` elements, or None where
-    nothing is.
+    """Return what is wrong with ``extents`` (by rank) as a partition of ``numel`` elements, or None
+    where nothing is.
 
     A partition covers every element exactly once. Empty extents may stand anywhere. ``unit`` is
     what a message calls the elements.

@@ -33,7 +33,7 @@ class Owners:
 
     @classmethod
     def of(cls, weights: int, shards: torch.Tensor) -> Owners:
-        """The owners of so many weights.
+        """Return the owners of so many weights.
 
         Args:
             weights: how many there are.
@@ -50,7 +50,7 @@ class Owners:
 
     @classmethod
     def of_extents(cls, extents: torch.Tensor) -> Owners:
-        """The same of int64 [size, weights, 2] on the CPU: every rank's start and end."""
+        """Return the same of int64 [size, weights, 2] on the CPU: every rank's start and end."""
         size, weights, _ = extents.shape
         rank, weight = (
             torch.arange(count, dtype=torch.int64, device="cpu") for count in (size, weights)
@@ -59,7 +59,7 @@ class Owners:
         return cls.of(weights, torch.stack([*places, *extents.view(-1, 2).unbind(1)], dim=1))
 
     def of_weights(self, weights: Sequence[int]) -> Owners:
-        """Those of some of the weights, in this order."""
+        """Return those of some of the weights, in this order."""
         shards = [
             (place, rank, extent.start, extent.end)
             for place, weight in enumerate(weights)
@@ -72,7 +72,7 @@ class Owners:
         return len(self.weight)
 
     def of_weight(self, weight: int) -> list[tuple[int, Extent]]:
-        """The ranks that own elements of a weight, and which, in the order of the elements."""
+        """Return the ranks that own elements of a weight, and which, in the order of the elements."""
         one = slice(int(self.first_of[weight]), int(self.first_of[weight + 1]))
         fields = self.rank[one].tolist(), self.start[one].tolist(), self.end[one].tolist()
         return [(rank, Extent(start, end)) for rank, start, end in zip(*fields, strict=True)]
@@ -84,8 +84,8 @@ class Owners:
         return list(zip(*(field[order].tolist() for field in fields), strict=True))
 
     def first_wrong(self, numels: Sequence[int]) -> int | None:
-        """The place of the first weight with a gap, an overlap or an end elsewhere than after its
-        ``numels`` elements, or None; all weights are tested at once.
+        """Return the place of the first weight with a gap, an overlap or an end elsewhere than
+        after its ``numels`` elements, or None; all weights are tested at once.
         """
         numel = torch.tensor(numels, dtype=torch.int64, device="cpu")
         begins = torch.ones_like(self.weight, dtype=torch.bool)  # a weight

@@ -103,8 +103,8 @@ class Plane:
         return (self.grid.num_blocks,) if FULL in self.block else self.scales.shape
 
     def spans(self, dim: int) -> bool:
-        """Whether blocks go across the tensor's rows (``dim`` 0) from the first one to the last, or
-        across its columns (1).
+        """Say whether blocks go across the tensor's rows (``dim`` 0) from the first one to the
+        last, or across its columns (1).
         """
         return self.block[self.grid_dim(dim)] == FULL
 
@@ -116,12 +116,14 @@ class Plane:
         return replace(self, scales=replace(self.scales, grid=grid))
 
     def grid_dim(self, dim: int) -> int:
-        """The dimension of :attr:`grid` that the tensor's rows (``dim`` 0) or columns (1) are."""
+        """Return the dimension of :attr:`grid` that the tensor's rows (``dim`` 0) or columns (1)
+        are.
+        """
         return 1 - dim if self.is_transposed else dim
 
 
 def grid_of(rows: int, cols: int, block: Block) -> BlockGrid:
-    """The blocks of a matrix [rows, cols]."""
+    """Return the blocks of a matrix [rows, cols]."""
     return BlockGrid(rows, cols, block[0] or rows, block[1] or cols)
 
 

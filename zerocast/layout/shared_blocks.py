@@ -34,7 +34,7 @@ class SharedBlocks:
 
     @classmethod
     def of(cls, grid: BlockGrid, extents: Iterable[Extent]) -> SharedBlocks:
-        """The cuts that the shards ``extents``, which cover the weight, make."""
+        """Return the cuts that the shards ``extents``, which cover the weight, make."""
         bounds = {bound for e in extents if e for bound in (e.start, e.end)} - {grid.numel}
         rows = {bound // grid.cols // grid.block_h for bound in bounds
                 if bound % (grid.cols * grid.block_h)}  # fmt: skip
@@ -82,8 +82,8 @@ class CutBlocks:
         self.count = int(counts.sum())
 
     def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those that the boundaries of ``rank``'s shards cut, int64 [blocks] on the CPU each: the
-        place of the plane, the block's number in it, and its entry.
+        """Return those that the boundaries of ``rank``'s shards cut, int64 [blocks] on the CPU
+        each: the place of the plane, the block's number in it, and its entry.
         """
         mine = (self._left == rank) | (self._right == rank)
         counts = (self._end - self._start)[mine]
@@ -98,7 +98,9 @@ def cut_by(
     element: torch.Tensor, rows: torch.Tensor, cols: torch.Tensor, block_h: torch.Tensor,
     block_w: torch.Tensor, blocks_w: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The blocks ``[start, end)`` that have elements before ``element``, and others from it on."""
+    """Return the blocks ``[start, end)`` that have elements before ``element``, and others from it
+    on.
+    """
     row, col = element // cols, element % cols
     above = row % block_h  # rows of the same blocks
     is_last = (above == block_h - 1) | (row == rows - 1)
@@ -111,7 +113,7 @@ def cut_by(
 
 
 def _repeated(counts: torch.Tensor) -> torch.Tensor:
-    """The place of each count, as often as it says."""
+    """Return the place of each count, as often as it says."""
     return torch.arange(len(counts), dtype=torch.int64, device="cpu").repeat_interleave(counts)
 
 

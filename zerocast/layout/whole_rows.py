@@ -17,7 +17,7 @@ from a cache, and 256 KiB stay in one.
 
 
 def whole_rows(grids: Sequence[BlockGrid], extent: Extent) -> Extent:
-    """The elements in rows of blocks that lie in ``extent``, of all ``grids`` of one matrix.
+    """Return the elements in rows of blocks that lie in ``extent``, of all ``grids`` of one matrix.
 
     :data:`NOTHING` where there are none, and where a rectangle of whole blocks of all grids is too
     large to be read once, as where blocks are rows under one grid and columns under another.

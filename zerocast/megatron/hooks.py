@@ -191,7 +191,7 @@ def make_fsdp(
 
 
 def _quantized(weights: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
-    """Those of zerocast among ``weights``."""
+    """Return those of zerocast among ``weights``."""
     return [weight for weight in weights if isinstance(weight, QuantizedTensor)]
 
 

@@ -59,7 +59,7 @@ def quantize_linears(
 
 
 def _is_at_an_end(model: torch.nn.Module, name: str, is_asked: bool | None) -> bool:
-    """Whether the layer stands in one of the transformer layers that stay in high precision."""
+    """Say whether the layer stands in one of the transformer layers that stay in high precision."""
     parts = name.split(".")
     for end in range(len(parts), -1, -1):
         module = model.get_submodule(".".join(parts[:end]))

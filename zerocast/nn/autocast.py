@@ -1,8 +1,8 @@
-"""autocast, in which layers quantize the operands of their products, and model_init, in which they
-are made with quantized weights.
+"""The contexts of layers: under autocast they quantize the operands of their products, and in
+model_init they are made with quantized weights.
 
-What is active belongs to the thread (or asyncio task) that entered the context. What an autocast
-does to layers and when it reduces amaxes stands in :mod:`zerocast.nn.regions`.
+A context is active in the thread (or asyncio task) that entered it. :mod:`zerocast.nn.regions` says
+what autocast does to layers, and when it reduces amaxes.
 """
 
 import threading
@@ -39,11 +39,12 @@ from zerocast.recipes import (
 
 @dataclass(frozen=True)
 class ModelInit:
-    """How layers are made here; :func:`current_model_init` gives it.
+    """The options of a :func:`model_init` region; :func:`current_model_init` returns the active
+    ones.
 
     Attributes:
         enabled: whether their weights hold codes.
-        recipe: of which scheme; None outside of any region.
+        recipe: the scheme of the weights; None outside of any region.
         preserve_high_precision_init_val: whether a weight keeps the value that it was quantized
             from, on the CPU (:meth:`zerocast.QuantizedTensor.get_high_precision_init_val`).
     """
@@ -57,7 +58,9 @@ _model_init: ContextVar[ModelInit] = ContextVar("zerocast_model_init", default=M
 
 
 def current_model_init() -> ModelInit:
-    """How layers are made here; ``enabled`` is False outside of any region."""
+    """Return the active options of :func:`model_init`; ``enabled`` is False outside of any
+    region.
+    """
     return _model_init.get()
 
 
@@ -97,7 +100,7 @@ fp8_model_init = model_init
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of a region that is given none: MXFP8 where the device multiplies it
+    """Return the recipe of a region that is given none: MXFP8 where the device multiplies it
     (:func:`zerocast.is_mxfp8_available`), current scaling on newer devices that do not, delayed
     scaling everywhere else, the CPU included.
     """
@@ -125,33 +128,35 @@ def _shown(enabled: bool, calibrating: bool, recipe: Recipe | None) -> str:
 
 
 def text_of(recipe: Recipe | None) -> str:
-    """What a region of this recipe shows that is entered inside of a compiled function."""
+    """Return the text by which torch.compile knows a region of ``recipe`` that is entered in a
+    compiled function.
+    """
     recipe = get_default_recipe() if recipe is None else recipe
     return UNTRACEABLE if recipe.remembers else recipe.text
 
 
-# torch.compiler.assume_constant_result sets this, and loads the compiler with the package.
+# torch.compiler.assume_constant_result sets this attribute, and would load the compiler here.
 text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class autocast(ContextDecorator):
     """Within the context, zerocast's layers quantize the operands of their GEMMs.
 
-    It nests, and the innermost one counts: ``autocast(enabled=False)`` inside another keeps its
-    layers in high precision. It may be entered again, and decorates functions, too. Under delayed
-    scaling leaving the outermost one is collective over ``amax_reduction_group``;
-    :mod:`zerocast.nn.regions` says what it does.
+    Contexts nest, and the innermost one is active: ``autocast(enabled=False)`` inside another keeps
+    its layers in high precision. One object may be entered several times, and may decorate a
+    function. Under delayed scaling, leaving the outermost context is collective over
+    ``amax_reduction_group``; see "Note: when amaxes are reduced" in :mod:`zerocast.nn.regions`.
 
     Args:
         enabled: whether layers quantize.
-        calibrating: record amaxes, for the state of delayed scaling, where ``enabled=False`` keeps
-            the layers in high precision, and without gradients, too. It may change places with
-            ``recipe``.
-        recipe: how, or its name; :func:`get_default_recipe` by default.
+        calibrating: whether to record amaxes, for the state of delayed scaling, also if
+            ``enabled=False`` keeps the layers in high precision or gradients are disabled. By
+            position, ``recipe`` may be given before it.
+        recipe: the scheme, or its name; that of :func:`get_default_recipe` by default.
         amax_reduction_group: the ranks whose amaxes are reduced: whatever
             :func:`zerocast.as_communicator` takes. All of them run the same layers, in the same
             order when those run for the first time. With ``zerocast.comm.SingleRank()`` every rank
-            keeps to its own.
+            uses its own amaxes alone.
 
     Raises:
         InputError: for another recipe or group.
@@ -176,7 +181,7 @@ class autocast(ContextDecorator):
         self._group = amax_reduction_group
 
     def __enter__(self) -> Autocast:
-        """Returns what is active now."""
+        """Enter the region, and return what is active in it."""
         if not torch.compiler.is_compiling():
             return self._enter()
         shown = _shown(self._enabled, self._calibrating, self._recipe)
@@ -229,10 +234,11 @@ def fp8_autocast(
 
 
 def reduce_amaxes(amax_reduction_group: Group = None) -> None:
-    """Reduce now what waits for the next leaving of an outermost region: the amaxes of gradients.
+    """Reduce the amaxes of gradients now, which otherwise are reduced when an outermost region is
+    left.
 
-    Collective over the group. It makes the states of all ranks equal, so that one rank can save
-    them for all; that the amaxes arrive earlier changes no later scale.
+    Collective over the group. Afterwards the states of all ranks are equal, so that one rank can
+    save them for all. Later scales are the same as without the call.
     """
     reduction = here.reductions.get(as_communicator(amax_reduction_group))
     if reduction is not None:

@@ -2,8 +2,8 @@
 
 A converted layer keeps its identity: it is the same module object with the same hooks, mode and
 bias, whose class is now :class:`zerocast.nn.Linear` and whose weight is a new, quantized parameter.
-So references to it hold, and a model that is itself a Linear can be converted. What cannot be
-converted without changing what the model means stays as it is, and the report says why.
+So references to it hold, and a model that is itself a Linear can be converted. A layer that cannot
+be converted without changing the model in another way stays as it is, and the report says why.
 """
 
 from collections.abc import Container, Sequence
@@ -102,19 +102,19 @@ def convert(
             it.
         include: other modules whose weights are converted, too: experts, embeddings, GPT-2's
             Conv1D, by their fully qualified names or by patterns of them with ``*`` and ``?``, such
-            as ``"model.layers.*.mlp.experts"``; or single parameters by their names. Of a module
-            these are its parameters of three dimensions or more, each matrix of which is quantized
-            by itself, and its matrix ``weight``. Its forward stays as it is and works with the
-            values of the codes.
+            as ``"model.layers.*.mlp.experts"``; or single parameters by their names. A module's
+            weights are its parameters of three dimensions or more, each matrix of which is
+            quantized separately, and its matrix ``weight``. Its forward stays as it is and works
+            with the values of the codes.
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
             amax, from this conversion on and in every cast: patterns of fully qualified names,
             ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
             :mod:`zerocast.cast.amax_groups`. With ``weights="master"`` they must be sharded over
             the same ranks and gathered in one dtype.
-        low_bit_all_gather: for ``"master"``; False gathers in high precision, and then it is what
-            ``"high_precision"`` is.
-        strict: whether it is an error that a linear layer stays as it is which ``filter_fqns`` does
-            not leave out, or a weight that ``include`` names.
+        low_bit_all_gather: whether FSDP2 gathers codes with ``weights="master"``; with False that
+            means the same as ``"high_precision"``.
+        strict: whether to raise an error if a linear layer that ``filter_fqns`` does not leave out,
+            or a weight that ``include`` names, cannot be converted.
 
     Returns:
         What was converted, and what was left and why: filtered, too small, an adapter of peft's
@@ -245,14 +245,14 @@ def convert(
 
 
 def _in_place_of(old: torch.Tensor, new: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Give ``new`` what belongs to the parameter ``old`` beside its value."""
+    """Give ``new`` the attributes and the gradient of the parameter ``old``."""
     vars(new).update(vars(old))
     new.grad = old.grad
     return new
 
 
 def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """The modules of peft's adapters, by the attribute in which its layers name their own."""
+    """Return the modules of peft's adapters, which its layers name in an attribute."""
     return {
         part
         for module in model.modules()
@@ -263,7 +263,7 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _why_not(module: torch.nn.Linear, name: str, recipe: Recipe, weights: str) -> str | None:
-    """Why this layer stays as it is, judged by itself; None where it can be converted."""
+    """Say why this layer stays as it is, whatever other layers do; None if it can be converted."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters (a parametrization, pruning)"
@@ -275,7 +275,7 @@ def _keep_tied_with_the_rest(
     reasons: dict[torch.nn.Linear, str | None],
     included: Container[torch.Tensor],
 ) -> None:
-    """Give a reason to layers whose weight is also used where it stays in high precision."""
+    """Note a reason for layers whose weight is also used where it stays in high precision."""
     elsewhere: dict[torch.Tensor, str] = {}
     converted = {module for module, reason in reasons.items() if reason is None}
     for parameter, (fqn, module, name) in places(model):

@@ -1,4 +1,4 @@
-"""Who computes a product of quantized matrices, and why.
+"""The choice of what computes a product of quantized matrices, with its reason.
 
 A product is ``a @ b.T`` of two quantized matrices, both [rows, contraction] and both as stored: the
 rowwise codes, or the columnwise ones, which are the transpose. torch reads five kinds:
@@ -12,7 +12,7 @@ rowwise codes, or the columnwise ones, which are the transpose. torch reads five
 
 Where the library or the hardware cannot multiply codes, both operands are decoded and multiplied in
 the result's dtype: the same mathematics, at the speed of that dtype. :func:`engine` decides from
-shapes, recipes and the device, and says why; nothing is tried and caught.
+shapes, recipes and the device, and gives the reason; no call is tried to see whether it fails.
 :mod:`zerocast.nn.scaled_mm` multiplies.
 
 Sources: the checks in torch's ``_scaled_mm`` and ``torch.nn.functional.scaled_mm`` (which the block
@@ -52,7 +52,7 @@ class Product(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one operand of a product is; no bytes.
+    """The description of one operand of a product, without its bytes.
 
     Attributes:
         recipe: of the quantized tensor.
@@ -67,17 +67,17 @@ class Side:
 
     @property
     def rows(self) -> int:
-        """Of the product's result that this operand gives."""
+        """The rows of ``a``, or of ``b``, in ``a @ b.T``."""
         return self.shape[1] if self.columnwise else self.shape[0]
 
     @property
     def contraction(self) -> int:
-        """Elements that are summed over."""
+        """The number of elements that are summed over."""
         return self.shape[0] if self.columnwise else self.shape[1]
 
     @property
     def plane(self) -> Plane:
-        """What the product reads."""
+        """The plane that the product reads."""
         return self.recipe.planes(self.shape)[self.columnwise]
 
     @property
@@ -95,7 +95,7 @@ class Side:
 
     @property
     def fmt(self) -> ElementFormat:
-        """Of the codes."""
+        """The format of the codes."""
         return self.recipe.numerics.fmt
 
 
@@ -131,7 +131,7 @@ NVFP4 = Kind("nvfp4", (10, 0), _ANY, 32, _BF16, True)
 
 
 def kind_of(a: Side, b: Side) -> Kind | str:
-    """The kind of GEMM whose operands these are, or why there is none."""
+    """Return the kind of GEMM whose operands these are, or why there is none."""
     numerics_types = (a.recipe.numerics, b.recipe.numerics)
     if all(isinstance(numerics, NVFP4Numerics) for numerics in numerics_types):
         return NVFP4
@@ -156,7 +156,7 @@ def kind_of(a: Side, b: Side) -> Kind | str:
 
 
 def _unavailable(kind: Kind, device: torch.device) -> str | None:
-    """Why ``device`` has no GEMM of this kind; None where it has."""
+    """Say why ``device`` has no GEMM of this kind; None where it has."""
     if device.type != "cuda":
         return (
             f"the library's FP8 GEMM for {device.type} decodes, too, and is slower than decoding "
@@ -176,7 +176,7 @@ def _unavailable(kind: Kind, device: torch.device) -> str | None:
 
 
 def _unfit(kind: Kind, a: Side, b: Side, dtype: torch.dtype) -> str | None:
-    """Why a GEMM that the device has does not take these operands."""
+    """Say why a GEMM that the device has does not take these operands."""
     if a.fmt == b.fmt == E5M2:
         return "no GEMM multiplies E5M2 by E5M2"
     if dtype not in kind.dtypes:
@@ -211,7 +211,7 @@ class Engine:
 
 
 def engine(a: Side, b: Side, dtype: torch.dtype, device: torch.device) -> Engine:
-    """Who computes ``a @ b.T`` in ``dtype`` on ``device``."""
+    """Choose what computes ``a @ b.T`` in ``dtype`` on ``device``."""
     kind = kind_of(a, b)
     if isinstance(kind, str):
         return Engine(None, kind)

@@ -131,7 +131,7 @@ def differentiate_fused(
     statistics: Sequence[torch.Tensor],
     needs: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """The gradients of an operation's input, weight and bias, as far as they are needed.
+    """Return the gradients of an operation's input, weight and bias, as far as they are needed.
 
     Args:
         op: the operation.
@@ -150,7 +150,7 @@ def differentiate_fused(
     gamma = weight.float() + 1 if op.zero_centered_gamma else weight.float()
     of_input = of_weight = of_bias = None
     if needs[0]:
-        # Moving x moves mean and deviation, too: what points along 1 and along x is taken out.
+        # mean and rstd depend on x, too: their part of the gradient, along 1 and along x, goes.
         direct = dy * gamma
         along = normed * (direct * normed).mean(1, keepdim=True)
         level = direct.mean(1, keepdim=True) if mean else 0
@@ -186,11 +186,11 @@ def in_high_precision(
     input: torch.Tensor,
     norm: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """The operation whose fields are given, by torch's own functions, which have gradients.
+    """Compute the operation whose fields are given by torch's functions, which have gradients.
 
     Args:
-        function, eps, zero_centered_gamma: those of a :class:`FusedOp`. (The compiler of a model
-            sees no object.)
+        function, eps, zero_centered_gamma: those of a :class:`FusedOp`, which torch.compile cannot
+            trace.
         input: [..., S].
         norm: weight and bias of a norm, [K] each, as far as it has them.
 
@@ -234,7 +234,7 @@ def _cast(operand: FusedOperand, quantizer: Quantizer, storage: QuantizedStorage
 
 
 def _planes(storage: QuantizedStorage) -> tuple[PlaneBuffers, ...]:
-    """The planes whose buffers ``storage`` holds."""
+    """Return the planes whose buffers ``storage`` holds."""
     buffers = storage.buffers
     planes = (
         PlaneBuffers(
@@ -246,14 +246,16 @@ def _planes(storage: QuantizedStorage) -> tuple[PlaneBuffers, ...]:
 
 
 def check_quantizer(quantizer: Quantizer | None, output: bool) -> None:
-    """Raise InputError where ``quantizer`` is no quantizer or ``output`` no bool."""
+    """Raise :class:`InputError` unless ``quantizer`` is a quantizer or None, and ``output`` a
+    bool.
+    """
     check_flag("output", output)
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise InputError(f"quantizer must be a zerocast.Quantizer or None, got {shown(quantizer)}.")
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in high precision, without its gradient."""
+    """Return ``x`` in high precision, without its gradient."""
     return x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
 
 
@@ -264,7 +266,9 @@ def _columns(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> int:
-    """K, the columns of the result. Raises InputError where the arguments do not fit together."""
+    """Return K, the columns of the result; raise :class:`InputError` if arguments do not fit
+    together.
+    """
     name = op.function
     check_number("eps", op.eps)
     check_flag("zero_centered_gamma", op.zero_centered_gamma)

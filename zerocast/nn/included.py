@@ -1,8 +1,8 @@
-"""Included weights: those of modules that are no linear layers, which a user names to convert.
+"""Included weights: those of other modules than linear layers, which a user names in ``include``.
 
-Experts, embeddings and other modules (GPT-2's Conv1D) compute with their weights in ways that are
-their own. So their forward stays as it is and works with values: of codes that the parameter holds,
-or that FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
+Experts, embeddings and other modules (GPT-2's Conv1D) use their weights in many ways. So their
+forward stays as it is and works with decoded values: of the codes that the parameter holds, or that
+FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
 """
 
 import dataclasses
@@ -22,11 +22,13 @@ from zerocast.sharded.placement import is_sharded
 from zerocast.tensors import QuantizedTensor
 
 Place = tuple[str, torch.nn.Module, str]
-"""Of a parameter: its fully qualified name, the module that has it, and its name there."""
+"""A parameter's fully qualified name, the module that has it, and its name there."""
 
 
 def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
-    """Yield every parameter of ``model`` with its place, one that modules share several times."""
+    """Yield every parameter of ``model`` with its place; a shared one once for each of its
+    modules.
+    """
     for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -85,7 +87,7 @@ def _is_of(prefix: str, pattern: str) -> bool:
 
 
 def recipe_of(weight: torch.Tensor, recipe: Recipe) -> Recipe:
-    """Return by which an included ``weight`` is quantized: matrix by matrix."""
+    """Return the recipe that quantizes each matrix of an included ``weight`` separately."""
     return recipe if weight.dim() < 3 else dataclasses.replace(recipe, per_matrix=True)
 
 
@@ -96,8 +98,8 @@ def why_not_included(
     weights: str,
     linears: Mapping[torch.Tensor | None, str | None],
 ) -> str | None:
-    """Say why an included weight stays as it is; None if it can be converted. ``linears`` says it
-    of the weights of linear layers.
+    """Say why an included weight stays as it is; None if it can be converted. ``linears`` has the
+    same for the weights of linear layers.
 
     Raises:
         InputError: as :func:`why_not_weight`.
@@ -121,8 +123,8 @@ def why_not_weight(
     weights: str,
     linear: torch.nn.Linear | None = None,
 ) -> str | None:
-    """Say why a weight stays as it is, judged by itself and its ``linear`` layer, if it is of one;
-    None if it can be converted.
+    """Say why a weight stays as it is, because of its own properties or those of its ``linear``
+    layer, if it has one; None if it can be converted.
 
     Raises:
         InputError: under ``"master"``, if it is sharded already.
@@ -132,7 +134,7 @@ def why_not_weight(
     if gather_of(weight) is not None:
         return "is gathered in codes already"
     if weights == "master" and is_sharded(weight):
-        # To leave it would be a gather in high precision where one in codes was asked for.
+        # A skipped weight would be gathered in high precision although codes were asked for.
         raise InputError(
             f"weights='master' needs layers whose weights are whole, got {name}, whose weight is "
             f"sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave "
@@ -169,7 +171,7 @@ def check_strict(left: Mapping[str, str], asked_for: Collection[str]) -> None:
 
 
 def keep_state_dict_plain(module: torch.nn.Module) -> None:
-    """Let state dicts of ``module`` hold plain tensors for its masters, as those of linear layers
+    """Make state dicts of ``module`` hold plain tensors for its masters, as those of linear layers
     do.
     """
     module.register_state_dict_post_hook(_save_plain)

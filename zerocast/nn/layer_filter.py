@@ -1,4 +1,6 @@
-"""LayerFilter: which layers stay as they are because the user said so, or for their size."""
+"""LayerFilter: which layers stay as they are because the user chose so, or because of their
+size.
+"""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ AUTO_FILTER = "auto_filter_small_kn"
 _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
 _TENSORWISE = ((4096, 1024),)
 """No gain where K is at most the first and N at most the second; None is any. For recipes whose
-scales belong to rows, and for all others. Known of NVIDIA's H100: torchao, ``float8/README.md``
+scales belong to rows, and for all others. Source, for NVIDIA's H100: torchao, ``float8/README.md``
 ("Performance"), and the thresholds that its ``_auto_filter_for_recipe`` draws from it."""
 
 Filter: TypeAlias = Sequence[str] | Callable[[torch.nn.Module, str], bool]
@@ -25,14 +27,14 @@ convert it, as torchao's ``module_filter_fn``."""
 
 
 class LayerFilter:
-    """What ``filter_fqns`` says of each layer of ``model``, in any form that users give it.
+    """The filter that ``filter_fqns`` describes for the layers of ``model``, in any of its forms.
 
     Attributes:
         leaves_small: whether layers are left out that are too small to gain.
 
     Raises:
-        InputError: for anything else, and a part that no name contains; that would be a layer which
-            was meant to stay as it is and is converted.
+        InputError: for anything else, and for a part that no name contains: a layer that was meant
+            to stay as it is would be converted.
     """
 
     def __init__(self, given: Filter, model: torch.nn.Module) -> None:
@@ -56,7 +58,7 @@ class LayerFilter:
                 raise _matches_nothing(part, names)
 
     def why_not(self, layer: torch.nn.Module, names: Sequence[str]) -> str | None:
-        """Why a layer of these names stays as it is; None where it does not."""
+        """Say why a layer of these names stays as it is; None where it does not."""
         for part in self._parts:
             if any(part in name for name in names):
                 return f"its name contains {part!r} of filter_fqns"
@@ -66,12 +68,12 @@ class LayerFilter:
 
 
 def read_filter(filter_fqns: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """The parts of names to leave out, and whether small layers are, too."""
+    """Return the parts of names to leave out, and whether small layers are, too."""
     return tuple(p for p in filter_fqns if p != AUTO_FILTER), AUTO_FILTER in filter_fqns
 
 
 def why_small(recipe: Recipe, shape: Sequence[int]) -> str | None:
-    """Why a layer whose weight is of this shape [N, K] does not gain; None where it may."""
+    """Say why a layer whose weight is of this shape [N, K] does not gain; None where it may."""
     n, k = shape
     for most_k, most_n in _ROWWISE if recipe.block == (1, FULL) else _TENSORWISE:
         if (most_k is None or k <= most_k) and (most_n is None or n <= most_n):

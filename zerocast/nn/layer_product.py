@@ -10,12 +10,12 @@ of :mod:`zerocast.nn.traced_products`, so both give the same results.
     dx = Q(dy) Q(w)         dw = Q(dy)^T Q(x)       dbias = the sum of the rows of dy
 
 Forward quantizes x and, where it is in high precision, the weight; backward quantizes the gradient
-of the output. What stays between them are quantized tensors, each with the scales under which its
-codes mean something: the backward asks the recipe's state for nothing but the gradient's own
-quantization, so whatever that state did in between, the products are those of the same values.
+of the output. Between the two only quantized tensors are kept, each with the scales of its codes.
+The backward uses the recipe's state to quantize the gradient, and for nothing else, so the products
+are those of the same values even if that state has changed in between.
 
-Of x only the copy that the weight gradient reads is kept; of a source its input and, of a norm, two
-numbers a row.
+Of x only the copy that the weight gradient reads is kept. Of a source its input is kept and, if it
+is a norm, two numbers a row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 Watch = Callable[[Role, torch.Tensor, QuantizedStorage], None]
-"""``watch(role, tensor, quantized)`` is shown each tensor that a layer quantizes."""
+"""``watch(role, tensor, quantized)`` is called with each tensor that a layer quantizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Made(NamedTuple):
     saved: Saved
 
     def tensors(self) -> list[torch.Tensor]:
-        """Take what the backward reads: the statistics, then the buffers of x and w."""
+        """Return what the backward reads, once: the statistics, then the buffers of x and w."""
         return [*self.statistics, *self.saved.tensors()]
 
 
@@ -202,7 +202,7 @@ def run_backward(
 def quantize_shown(
     role: Role, quantizer: Quantizer, tensor: torch.Tensor, watch: Watch | None
 ) -> QuantizedStorage:
-    """Quantize ``tensor`` and show it to ``watch``."""
+    """Quantize ``tensor``, and call ``watch`` with it if there is one."""
     quantized = quantizer.quantize(tensor).quantized_storage
     if watch is not None:
         watch(role, tensor, quantized)
@@ -210,14 +210,16 @@ def quantize_shown(
 
 
 class Saved:
-    """Quantized tensors as what autograd saves: their buffers, and beside them what they mean."""
+    """Quantized tensors as autograd saves them: their buffers, and beside these what they mean."""
 
     def __init__(self) -> None:
         self._meanings: list[tuple[torch.Size, torch.dtype, Recipe, tuple[str, ...]] | None] = []
         self._tensors: list[torch.Tensor] = []
 
     def add(self, storage: QuantizedStorage | None) -> None:
-        """Save what the columnwise codes of ``storage`` are read with; None saves nothing."""
+        """Save the buffers with which the columnwise codes of ``storage`` are read; nothing for
+        None.
+        """
         if storage is None:
             self._meanings.append(None)
             return
@@ -231,12 +233,12 @@ class Saved:
         self._tensors += [buffers[name] for name in names]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What to save; once, for they are not kept here."""
+        """Return the tensors to save, and keep them no longer."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> list[QuantizedStorage | None]:
-        """The quantized tensors again, from what autograd gives back."""
+        """Make the quantized tensors again from what autograd gives back."""
         left = iter(tensors)
         return [
             None

@@ -1,6 +1,7 @@
 """LayerNormLinear and LayerNormMLP: a norm and what follows it, named as in TransformerEngine.
 
-What the norm makes is quantized where it is made, and so is what the activation makes.
+The result of the norm is quantized by the operation that computes it, and so is that of the
+activation.
 """
 
 from typing import Any, ClassVar, Literal, get_args
@@ -83,7 +84,9 @@ class NormalizedModule(QuantizedModule):
         *,
         fp8_output: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        """Product number 0, of what the norm makes, and that where it is wanted."""
+        """Compute product number 0, of what the norm makes; return that, too, where it is
+        wanted.
+        """
         function = "layernorm" if self.normalization == "LayerNorm" else "rmsnorm"
         parameters = (self.layer_norm_weight, self.layer_norm_bias)
         source = Source(
@@ -151,7 +154,7 @@ class LayerNormLinear(NormalizedModule):
         self.weight = quantized_if_asked(weight, recipe, columnwise=columnwise)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw new values for all parameters."""
         self._reset_norm()
         reset_linear(self.weight, self.bias)
 
@@ -164,7 +167,7 @@ class LayerNormLinear(NormalizedModule):
         return (out, normed) if self.return_layernorm_output else out
 
     def extra_repr(self) -> str:
-        """Features, bias and norm."""
+        """Return features, bias and norm."""
         features = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{features}, bias={self.bias is not None}, {self._repr_norm()}"
 
@@ -237,7 +240,7 @@ class LayerNormMLP(NormalizedModule):
         self.fc2_weight = quantized_if_asked(fc2, recipe, columnwise=columnwise)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw new values for all parameters."""
         self._reset_norm()
         reset_linear(self.fc1_weight, self.fc1_bias)
         reset_linear(self.fc2_weight, self.fc2_bias)
@@ -251,7 +254,7 @@ class LayerNormMLP(NormalizedModule):
         return (out, normed) if self.return_layernorm_output else out
 
     def extra_repr(self) -> str:
-        """Sizes, bias, norm and activation."""
+        """Return sizes, bias, norm and activation."""
         sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
         bias = f"bias={self.fc1_bias is not None}"
         return f"{sizes}, {bias}, {self._repr_norm()}, activation={self.activation!r}"

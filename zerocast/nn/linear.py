@@ -36,10 +36,11 @@ def quantized_parameter(
     keep_init_val: bool = True,
     name: str | None = None,
 ) -> torch.nn.Parameter:
-    """``weight`` quantized; its present value is kept, on the CPU, for an optimizer's masters.
+    """Return ``weight`` quantized; its present value is kept, on the CPU, for an optimizer's
+    masters.
 
-    Of a weight on the meta device that is the value which is copied into it once it has memory.
-    ``name`` is what the random bits of stochastic rounding depend on.
+    For a weight on the meta device, the value that is copied into it later is kept. The random bits
+    of stochastic rounding depend on ``name``.
 
     Raises:
         InputError: where the recipe cannot hold it.
@@ -56,8 +57,8 @@ def quantized_parameter(
 def master_parameter(
     weight: torch.Tensor, recipe: Recipe, *, name: str, for_linear: bool = True
 ) -> torch.nn.Parameter:
-    """Return ``weight`` as a master: the same memory, shape and dtype; of a linear layer, or of
-    another module.
+    """Return ``weight`` as a master of the same memory, shape and dtype; ``for_linear`` says
+    whether it is that of a linear layer.
     """
     gather = LowBitAllGather(weight.shape, recipe, name, for_linear=for_linear)
     return torch.nn.Parameter(MasterWeight(weight.detach(), gather), weight.requires_grad)
@@ -66,11 +67,11 @@ def master_parameter(
 def quantized_if_asked(
     weight: torch.Tensor, recipe: Recipe | str | None, *, columnwise: bool = True
 ) -> torch.Tensor:
-    """``weight`` quantized by ``recipe``, or by that of :func:`zerocast.model_init`; where there is
-    neither, itself.
+    """Return ``weight`` quantized by ``recipe``, or by that of :func:`zerocast.model_init`; where
+    there is neither, itself.
 
-    What a weight was quantized from is kept where a layer was given its recipe, and inside
-    ``model_init`` where that was asked to.
+    The value before quantization is kept if ``recipe`` is given, and inside ``model_init`` if its
+    option says so.
     """
     if recipe is not None:
         return quantized_parameter(weight, recipe, columnwise=columnwise)
@@ -86,8 +87,8 @@ def quantized_if_asked(
 
 
 def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Draw weight [M, K] and bias [M] anew, as ``torch.nn.Linear`` does; a quantized weight is
-    quantized.
+    """Draw new values for weight [M, K] and bias [M], as ``torch.nn.Linear`` does; those of a
+    quantized weight are quantized.
     """
     if isinstance(weight, QuantizedTensor):
         fresh = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -114,7 +115,7 @@ def check_linear(
 def linear_parameters(
     in_features: int, out_features: int, bias: bool, device: Device, dtype: torch.dtype | None
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-    """Weight [M, K] and bias [M], or None, as ``torch.nn.Linear`` starts them."""
+    """Return weight [M, K] and bias [M], or None, as ``torch.nn.Linear`` initializes them."""
     check_linear(in_features, out_features, bias, device, dtype)
     parameters = torch.nn.Linear(
         in_features, out_features, bias, device=device, dtype=dtype
@@ -194,7 +195,9 @@ class Linear(QuantizedModule, torch.nn.Linear):
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias anew, as ``torch.nn.Linear`` does, and quantize the weight."""
+        """Draw new values for weight and bias, as ``torch.nn.Linear`` does, and quantize the
+        weight.
+        """
         reset_linear(self.weight, self.bias)
 
     @eager_in_regions
@@ -215,7 +218,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         return distributed(input, self._of_this_rank)
 
     def _of_this_rank(self, *each: Any, tp_shard: TensorParallelShard | None) -> torch.Tensor:
-        """The product of what this rank holds of input, weight and bias."""
+        """Return the product of what this rank holds of input, weight and bias."""
         return self._product(ProductInputs(0, *each)._replace(tp_shard=tp_shard))[0]
 
     # --- state dicts ---
@@ -241,10 +244,10 @@ class Linear(QuantizedModule, torch.nn.Linear):
         if saved is not None:
             load_saved_state(self.weight, saved)
         if WEIGHT_STATE in self._buffers:
-            reserve_state(self)  # anew, for the layer may have been on the meta device
+            reserve_state(self)  # again: the layer may have been on the meta device
 
     def extra_repr(self) -> str:
-        """Features and bias, as torch says them, and the recipe of a quantized weight."""
+        """Return features and bias, as torch does, and the recipe of a quantized weight."""
         if not isinstance(self.weight, QuantizedTensor):
             return super().extra_repr()
         return f"{super().extra_repr()}, recipe={self.weight.recipe}"

@@ -28,7 +28,7 @@ Backward = Callable[..., Any]
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, is under way."""
+    """Say whether a transform of torch.func, or forward-mode differentiation, is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -44,7 +44,9 @@ def refuse_transforms(name: str) -> None:
 
 
 def first_derivatives_only(backward: Backward) -> Backward:
-    """Let a ``backward`` of an autograd.Function refuse to be differentiated itself."""
+    """Make the ``backward`` of an autograd.Function raise where it would be differentiated
+    itself.
+    """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
@@ -61,7 +63,7 @@ def first_derivatives_only(backward: Backward) -> Backward:
 
 
 def _is_batched(grad: torch.Tensor | None) -> bool:
-    """Whether many gradients go through one backward, by either of torch's ways."""
+    """Say whether ``grad`` is a batch of gradients, in either of torch's two forms."""
     functorch = torch._C._functorch
     return grad is not None and (
         functorch.is_functorch_wrapped_tensor(grad) or functorch.is_legacy_batchedtensor(grad)
@@ -141,7 +143,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 def unchanged(storage: QuantizedStorage, version: int) -> QuantizedStorage:
-    """The weight that the forward used; an error where its codes are others now."""
+    """Return the weight that the forward used; raise an error if its codes have changed since."""
     if storage.version != version:
         raise ChangedWeightError(
             f"the backward of a Linear needs the weight {tuple(storage.shape)} that its "
@@ -176,8 +178,8 @@ class _Decoded(torch.autograd.Function):
 class WeightOnlyLinear(torch.autograd.Function):
     """``WeightOnlyLinear.apply(input, weight, bias, dtype)``: [..., K] -> [..., M].
 
-    Between forward and backward lives a reference to the codes, and the input where the weight's
-    gradient is asked for.
+    Between forward and backward it keeps a reference to the codes, and the input if the weight
+    needs a gradient.
 
     Raises:
         ChangedWeightError: by the backward, where the weight was written since the forward.

@@ -37,7 +37,7 @@ class _ZeroCentredNorm(torch.nn.Module):
         return 1 + self.weight if is_centred else self.weight
 
     def extra_repr(self) -> str:
-        """What torch says, and whether gamma is centred at zero."""
+        """Return what torch says, and whether gamma is centred at zero."""
         gamma = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return super().extra_repr() + gamma
 

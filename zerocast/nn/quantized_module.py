@@ -1,19 +1,19 @@
-"""QuantizedModule: what the layers with quantized products have in common.
+"""QuantizedModule: the common base of layers with quantized products.
 
 A layer that runs under :class:`zerocast.autocast` has a :class:`RecipeState` for its forward and
-one for its backward, made when a recipe first meets it, and the quantizers of its GEMMs, which
-remember there (:mod:`zerocast.nn.stateful_module`).
+one for its backward, made in its first forward under a recipe, and the quantizers of its GEMMs,
+whose state is there (:mod:`zerocast.nn.stateful_module`).
 
-Which of three ways a product goes:
+A product is computed in one of three ways:
 
     autocast             both operands quantized (:class:`QuantizedLinear`)
     a quantized weight   decoded, times the input as it is (:class:`WeightOnlyLinear`)
     neither              ``torch.nn.functional.linear``
 
-In the last two, amaxes are recorded beside it where autocast calibrates.
+In the last two, amaxes are recorded if autocast calibrates.
 
-Inside ``torch.compile`` a quantized weight is decoded in the graph, which is entered only where its
-derived copies are true. Under a region of autocast the products are operations of the graph
+Inside ``torch.compile`` a quantized weight is decoded in the graph, which is entered only if its
+derived copies are not stale. Under a region of autocast the products are operations of the graph
 (:mod:`zerocast.nn.traced_products`).
 """
 
@@ -59,7 +59,7 @@ class Source(NamedTuple):
     wants_norm: bool = False
 
     def in_high_precision(self, input: torch.Tensor) -> torch.Tensor:
-        """What it makes, by torch's own functions; the input itself without an operation."""
+        """Compute it by torch's own functions; return the input itself without an operation."""
         if self.op is None:
             return input
         return in_high_precision(*self.op, input=input, norm=self.norm)
@@ -109,7 +109,8 @@ class QuantizedModule(StatefulModule):
     # --- products ---
 
     def _product(self, given: ProductInputs, *, fp8_output: bool = False) -> Output:
-        """The product, quantized with ``fp8_output``, and what a norm made, where that is wanted.
+        """Compute a product, quantized with ``fp8_output``; return what a norm made, too, if it is
+        wanted.
 
         Returns:
             [..., M], and [..., K] or None.
@@ -121,7 +122,7 @@ class QuantizedModule(StatefulModule):
         if torch.compiler.is_compiling() and not fp8_output:
             return self._traced(given)
         region, input = regions.current(), given.input
-        # Where the weight is cut, a rank may have no columns of rows that there are.
+        # Under tensor parallelism the input may have rows, and this rank none of its columns.
         if region.enabled and (input.numel() or (given.tp_shard and math.prod(input.shape[:-1]))):
             return self._quantized(region, given, fp8_output=fp8_output)
         if fp8_output:
@@ -133,11 +134,11 @@ class QuantizedModule(StatefulModule):
         return self._in_high_precision(region, given._replace(input=input)), input
 
     def _traced_recipe(self) -> str:
-        """What counts for this layer in a function that is being compiled."""
+        """Return what quantizes this layer's products in a function that is being compiled."""
         return traced_recipe()
 
     def _traced(self, given: ProductInputs) -> Output:
-        """:meth:`_product` in a function that is being compiled."""
+        """Compute :meth:`_product` in a function that is being compiled."""
         gemm, input, weight, bias, source, _ = given
         recipe = self._traced_recipe()
         in_region = recipe not in (NO_REGION, HIGH_PRECISION)
@@ -179,7 +180,7 @@ class QuantizedModule(StatefulModule):
         return (out, normed) if fp8_output else _like_input(input, out, normed)
 
     def _in_high_precision(self, region: Autocast, given: ProductInputs) -> torch.Tensor:
-        """The product with a decoded weight; where the region asks for it, amaxes are recorded."""
+        """Compute the product with a decoded weight; record amaxes if the region asks for them."""
         weight = given.weight
         input, bias, dtype = _cast(given)
         if isinstance(weight, QuantizedTensor):
@@ -189,7 +190,7 @@ class QuantizedModule(StatefulModule):
         else:
             out = torch.nn.functional.linear(input, weight, bias)
         if region.enabled or region.calibrating:
-            # A rank without rows takes part, too: the states of all ranks join in one order.
+            # A rank without rows registers, too: the states of all ranks do so in one order.
             quantizers = self._registered(region, input.device)[given.gemm]
             quantizers.weight.tp_shard = given.tp_shard
             if input.numel():
@@ -199,7 +200,7 @@ class QuantizedModule(StatefulModule):
     # --- the recipe's state ---
 
     def _registered(self, region: Autocast, device: torch.device) -> list[GemmQuantizers]:
-        """The quantizers of each GEMM under the recipe of ``region``, which reduces their
+        """Return the quantizers of each GEMM under the recipe of ``region``, which reduces their
         amaxes.
         """
         recipe = region.recipe
@@ -215,10 +216,10 @@ class QuantizedModule(StatefulModule):
 
 
 def _rows(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
-    """Input and bias as a quantized product takes them, and the dtype of its result.
+    """Return input and bias as a quantized product takes them, and the dtype of its result.
 
     Raises:
-        InputError: for an input of another dtype than the weight's, and without torch.autocast.
+        InputError: where input and weight differ in dtype, outside of torch.autocast.
     """
     _, input, weight, bias, source, _ = given
     is_quantized = source.op is None and isinstance(input, QuantizedTensor)
@@ -238,8 +239,8 @@ def _rows(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torc
 
 
 def _cast(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
-    """Input and bias in the dtype that ``torch.autocast`` asks for, and that dtype, or the
-    weight's.
+    """Return input and bias in the dtype that ``torch.autocast`` asks for, and that dtype; outside
+    of it both as they are, and the weight's dtype.
     """
     _, input, weight, bias, *_ = given
     dtype = autocast_dtype(input.device)
@@ -249,7 +250,7 @@ def _cast(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torc
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that ``torch.autocast`` asks for; None outside of it."""
+    """Return the dtype that ``torch.autocast`` asks for; None outside of it."""
     kind = device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return None
@@ -257,7 +258,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _like_input(input: torch.Tensor, out: torch.Tensor, normed: torch.Tensor | None) -> Output:
-    """The results [T, ...] with the leading dimensions of ``input``."""
+    """Return the results [T, ...] with the leading dimensions of ``input``."""
     leading = input.shape[:-1]
     # Not a view: FSDP2 warns of modules that return views, and torch's own return none.
     out = torch.ops.aten._unsafe_view(out, (*leading, out.shape[1]))
@@ -265,15 +266,16 @@ def _like_input(input: torch.Tensor, out: torch.Tensor, normed: torch.Tensor | N
 
 
 def _prepare(weight: QuantizedTensor) -> None:
-    """Rebuild stale copies of a weight, or refuse it, as its plan says."""
+    """Rebuild stale copies of a weight, or raise an error, as the plan that cast it was told."""
     weight.quantized_storage.prepare_for_forward(lambda storage: rebuild_derived([storage]))
 
 
 def _check_shapes(quantizers: GemmQuantizers, given: ProductInputs) -> None:
-    """Raise where a tensor that forward or backward will quantize is not one that it can hold.
+    """Raise :class:`InputError` if a recipe cannot hold a tensor that forward or backward
+    quantizes.
 
-    Of the gradient, too: the backward would be too late. Of the other parts of a weight, too: their
-    ranks wait for this one.
+    The gradient is checked here because the backward would be too late, and the other
+    tensor-parallel shards because their ranks wait for this one.
     """
     _, input, weight, _, source, tp_shard = given
     rows = input.numel() // input.shape[-1] if input.shape[-1] else 1
@@ -311,7 +313,9 @@ def _require_holds(recipe: Recipe, shape: tuple[int, ...], what: str) -> None:
 def _calibrate(
     quantizers: GemmQuantizers, input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Record what quantizing would record, the gradient of the output when it comes."""
+    """Record the amaxes that quantizing would record; that of the output's gradient in the
+    backward.
+    """
     quantizers.input.calibrate(input.detach().reshape(-1, input.shape[-1]))
     if not isinstance(weight, QuantizedTensor):
         quantizers.weight.calibrate(weight.detach())

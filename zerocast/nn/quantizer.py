@@ -1,15 +1,16 @@
 """Quantizer: how the tensors of one place in a layer become codes.
 
 A layer has a quantizer for each tensor of its GEMMs: of the forward input, weight and output, of
-the backward the gradients of output and input. It says which scheme, which of the two copies, and,
-for schemes with state, in which slot of a :class:`zerocast.nn.recipe_state.RecipeState` that is.
+the backward the gradients of output and input. It knows the scheme, which of the two copies results
+hold and, for schemes with state, the slot of a :class:`zerocast.nn.recipe_state.RecipeState` that
+has it.
 
 Note: scale_inv belongs to the data
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What :meth:`Quantizer.quantize` returns holds its codes and the scales under which they mean
-something, and no reference to the quantizer or its state. So whatever the recipe's state does next
-(advance, load a checkpoint), a tensor that was quantized before keeps its value, and a backward
-that reads it needs no copy of scales kept aside.
+The tensor that :meth:`Quantizer.quantize` returns holds its codes and their scales, and no
+reference to the quantizer or its state. So a tensor keeps its value when the recipe's state changes
+later (by the next step, by loading a checkpoint), and a backward that reads it needs no separate
+copy of the scales.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _READ_BY_A_CAST = ("scale", "rounding_counter")
 
 
 class RecomputeState:
-    """The state that the casts of a forward started from, by quantizer, for computing that forward
-    again: activation checkpointing runs it a second time in the backward, when the recipe's state
-    may have advanced, and must get the same codes.
+    """The recipe state from which the casts of a forward started, by quantizer. Activation
+    checkpointing runs the forward a second time in the backward, when that state may have advanced,
+    and must get the same codes.
 
-    One that is made while another one is current is nested in it: while it records, the outer one
-    goes on as it did.
+    An object that is made while another one is current is nested in it: while it records, the outer
+    one goes on recording or replaying.
     """
 
     def __init__(self) -> None:
@@ -58,12 +59,12 @@ class RecomputeState:
         return self._is_rewound or (self._outer is not None and self._outer.replays)
 
     def rewind(self) -> None:
-        """From now on casts take their state from the records, beginning with the first."""
+        """Let casts take their state from the records from now on, beginning with the first."""
         self._is_rewound = True
         self._unread = {quantizer: iter(starts) for quantizer, starts in self._recorded.items()}
 
     def use(self, quantizer: Quantizer, state: dict[str, torch.Tensor]) -> None:
-        """Record ``state``, or put what was recorded in its place; in ``state`` itself."""
+        """Record ``state``, or, while it replays, put what was recorded into ``state``."""
         if self._is_rewound:
             recorded = next(self._unread.get(quantizer, iter(())), {})
             state.update({name: start.clone() for name, start in recorded.items()})
@@ -78,7 +79,9 @@ _recompute_state: ContextVar[RecomputeState | None] = ContextVar("zerocast_recom
 
 
 def current_recompute_state() -> RecomputeState | None:
-    """The one in which casts record their state here, or from which they take it."""
+    """Return the active RecomputeState, in which casts record their state, or from which they take
+    it.
+    """
     return _recompute_state.get()
 
 
@@ -158,7 +161,7 @@ class Quantizer:
         return self.recipe.numerics.fmt
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Which codes results hold from now on; None leaves it as it is.
+        """Set which codes results hold from now on; None changes nothing.
 
         Raises:
             InputError: where neither would be left.
@@ -175,7 +178,8 @@ class Quantizer:
     def make_empty(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.bfloat16, device: Device = None
     ) -> QuantizedTensor:
-        """An unfilled tensor such as :meth:`quantize` writes: nominal ``shape`` and ``dtype``.
+        """Return an unfilled tensor such as :meth:`quantize` writes: nominal ``shape`` and
+        ``dtype``.
 
         Raises:
             InputError: where the recipe cannot hold it.
@@ -248,11 +252,11 @@ class Quantizer:
 
     @contextmanager
     def cast_into(self, storage: QuantizedStorage) -> Iterator[QuantizedStorage]:
-        """Within the context, ``storage``, which :meth:`make_empty` made, with all that a cast
-        reads and writes: scratch for copies that are not kept, and the recipe's state.
+        """Yield ``storage``, which :meth:`make_empty` made, with all buffers that a cast reads and
+        writes: also scratch memory for copies that are not kept, and the recipe's state.
 
-        Under delayed scaling the cast does not advance that: it waits for the reduction of the
-        amax, which :meth:`record` takes afterwards.
+        Under delayed scaling the cast does not advance that state, which waits for the reduction of
+        the amax that :meth:`record` takes afterwards.
         """
         state = {} if self.slot is None else self.slot.tensors()
         recompute_state = current_recompute_state()
@@ -266,8 +270,8 @@ class Quantizer:
             storage.mark_written()
 
     def record(self, amax: torch.Tensor) -> None:
-        """Under delayed scaling, note the amaxes of a cast, int32 with the tensor's last; a forward
-        that is computed again has noted them before.
+        """Under delayed scaling, record the amax of a cast, the last entry of ``amax``, int32; not
+        if a forward is computed again, which has recorded it before.
         """
         recompute_state = current_recompute_state()
         if self.recipe.casts_before_reduction and not (

@@ -11,11 +11,12 @@ A cast multiplies by ``scale`` and raises the tensor's entry in ``amaxes`` to th
 cast, so the largest one counts where a layer runs more than once. Nothing else changes until
 :class:`AmaxReduction` has reduced all entries over the ranks: then history and scale advance by
 :class:`zerocast.numerics.Float8DelayedNumerics`, and the entries are 0 again. An entry of 0 (a
-layer that did not run, a tensor of zeros) advances nothing.
+layer that did not run, a tensor of zeros) changes neither history nor scale.
 
 The states of all layers have their entries in one flat buffer, in the order in which they
 registered, so a reduction is one all-reduce, whatever the number of layers. All ranks reduce the
-same entries: an entry keeps its place when its layer does not run, is gone, or has moved on.
+same entries: an entry keeps its place when its layer does not run, is gone, or has another recipe
+or device.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RecipeState:
         *,
         name: str = "",
     ) -> RecipeState:
-        """The state that a layer of ``recipe`` starts with.
+        """Return the state that a layer of ``recipe`` starts with.
 
         Args:
             recipe: the scheme, or its name.
@@ -186,7 +187,7 @@ class RecipeState:
         return self.amaxes.device
 
     def register_with(self, reduction: AmaxReduction) -> None:
-        """From now on ``reduction`` reduces :attr:`amaxes`, and no other one."""
+        """Let ``reduction``, and no other one, reduce :attr:`amaxes` from now on."""
         if self.reduction is not reduction and self.is_delayed:
             if self.reduction is not None:
                 self.reduction.forget_layout()
@@ -194,8 +195,9 @@ class RecipeState:
             reduction.register(self)
 
     def operands(self, scale_inv: torch.Tensor) -> list[TensorOperand]:
-        """The operands that advance history and scale from reduced :attr:`amaxes`; ``scale_inv``,
-        FP32 [num_quantizers], receives what nothing reads: casts have stored theirs.
+        """Return the operands that advance history and scale from reduced :attr:`amaxes`;
+        ``scale_inv``, FP32 [num_quantizers], receives scales that nothing reads, because every cast
+        has stored its own.
         """
         made = []
         pairs = zip(self.amaxes.split(1), scale_inv.split(1), strict=True)
@@ -209,7 +211,7 @@ class RecipeState:
         return made
 
     def views(self, i: int) -> dict[str, torch.Tensor]:
-        """The state of tensor ``i``, as live views."""
+        """Return the state of tensor ``i``, as live views."""
         return {name: self.tensors[name][i] for name in self.recipes[i].state}
 
     def _record(self, i: int, amax: torch.Tensor) -> None:
@@ -223,7 +225,7 @@ class RecipeState:
         return {**self.tensors, **({"amaxes": self.amaxes} if self.is_delayed else {})}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the state, with the amaxes that wait for their reduction.
+        """Return a copy of the state, with the amaxes that wait for their reduction.
 
         Those are this rank's own. Where one rank saves for all, let all ranks call
         :func:`zerocast.reduce_amaxes` first, after which none wait.
@@ -231,7 +233,7 @@ class RecipeState:
         return {name: tensor.clone() for name, tensor in self._saved().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Go on from where :meth:`state_dict` was called, bit for bit.
+        """Continue, bit for bit, from the state that :meth:`state_dict` returned.
 
         Raises:
             InputError: where names, shapes or dtypes differ. Nothing has been changed.
@@ -266,7 +268,7 @@ class RecipeState:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: state of its own, registered with no reduction yet."""
+        """Return a copy of the state, not registered with a reduction, for copies and pickles."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         return vars(self) | {"tensors": tensors, "amaxes": self.amaxes.clone(), "reduction": None}
 
@@ -299,7 +301,7 @@ class AmaxReduction:
         self.forget_layout()
 
     def forget_layout(self) -> None:
-        """Lay the entries out anew before the next reduction."""
+        """Lay the entries out again before the next reduction."""
         self._steps = None
 
     def run(self) -> None:
@@ -314,7 +316,7 @@ class AmaxReduction:
             amaxes.zero_()
 
     def _lay_out(self) -> list[tuple[torch.Tensor, list[Launch]]]:
-        if self._comm.size == 1:  # nobody to agree with about the places of those that are gone
+        if self._comm.size == 1:  # there is no other rank that keeps the places of entries
             self._entries = [entry for entry in self._entries if self._present(entry)]
         steps = []
         for device in dict.fromkeys(entry.device for entry in self._entries):
@@ -338,7 +340,9 @@ class AmaxReduction:
         return steps
 
     def _present(self, entry: _Entry) -> RecipeState | None:
-        """The state whose amaxes these are; None where it is gone, has left, or has moved away."""
+        """Return the state of an entry; None if it is gone, registered elsewhere, or on another
+        device.
+        """
         state = entry.state()
         is_here = state and state.reduction is self and state.device == entry.device
         return state if is_here else None

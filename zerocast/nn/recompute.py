@@ -2,23 +2,24 @@
 
 ``torch.utils.checkpoint`` runs a function once in the forward and once more in the backward, when
 the region of :class:`zerocast.autocast` has usually been left and the scales of delayed scaling
-have moved on. Who calls it (a trainer, a model's own switch, a wrapper) seldom knows of regions.
-So a layer itself looks whether it runs inside such a function: in the first run it notes, with the
-checkpoint, under which region it runs and from which scales its casts start; in the second one it
-takes both from there, and records no amaxes.
+have moved on. Its caller (a trainer, a model's own switch, a wrapper) seldom knows of regions. So a
+layer itself finds out whether it runs inside such a function. In the first run it stores, with the
+checkpoint, its region and the scales from which its casts start; in the second run it uses both
+again, and records no amaxes.
 
 Note: how a checkpoint is found
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch does not say that a checkpoint is running, so the calls that have not returned yet are
-searched for its functions. Each has one object that lives as long as the checkpoint's graph: of the
-reentrant kind the node of the graph, of the other kind the frame that counts saved tensors. Notes
-are attributes of that object. Checkpoints inside of checkpoints are found in their order: the runs
-between the layer and the nearest recomputation are first runs, and take notes of their own. A
-compiled graph repeats in its backward what it chooses of the operations of its forward, so each of
-them has notes of its own, with the node of the graph.
+torch does not tell that a checkpoint is running, so the call stack is searched for its functions.
+Each has one object that lives as long as the checkpoint's graph: for the reentrant kind the node of
+the graph, for the other kind the frame that counts saved tensors. Notes are attributes of that
+object. Checkpoints inside of checkpoints are found in their order: the runs between the layer and
+the nearest recomputation are first runs, and take notes of their own. A compiled graph repeats some
+operations of its forward in its backward, so each operation has separate notes, kept with the node
+of the graph.
 
-A recomputation by another function (a framework's own checkpoint) looks the same as a forward.
-Where the layer could not give the codes of its first run there, it refuses.
+A recomputation by another function (a framework's own checkpoint) is not found. If a layer runs
+inside a backward without notes and could not make the codes of its first run again, it raises
+UnsupportedError.
 """
 
 import sys
@@ -54,8 +55,8 @@ class QuantizedLayer(Protocol):
 
 
 class _Run(NamedTuple):
-    """One run of a layer: under which region, and with which recipe states, for a layer that has
-    met another recipe since then has others.
+    """The region and the recipe states of one run of a layer, which has other states after a run
+    under another recipe.
     """
 
     region: Autocast
@@ -64,7 +65,9 @@ class _Run(NamedTuple):
 
 
 class _Notes:
-    """What the layers inside one checkpoint ran under, in the order of their runs."""
+    """The regions and states of the layers that ran inside one checkpoint, in the order of their
+    runs.
+    """
 
     def __init__(self) -> None:
         self.tape = RecomputeState()
@@ -77,7 +80,7 @@ class _Notes:
         self._runs.setdefault(layer, []).append(run)
 
     def next(self, layer: QuantizedLayer) -> _Run | None:
-        """The layer's next run; each backward starts with the first one."""
+        """Return the layer's next run; each backward starts with the first one."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -165,8 +168,8 @@ class _UnderRegion(NamedTuple):
 
 
 def keep_region() -> None:
-    """Called by an operation of a compiled graph: let torch's checkpoints around that function
-    compute it again under the region that is active now, for it is compiled for this one.
+    """Make torch's checkpoints around a compiled function compute it again under the region that is
+    active now, for which it was compiled. Operations of its graph call this.
     """
     region = regions.entered()
     if not region.enabled:
@@ -206,8 +209,8 @@ class _Checkpoint(NamedTuple):
 
 
 def _checkpoints(site: int | None) -> list[_Checkpoint]:
-    """The checkpoints whose function is running, the outermost first, beginning with the innermost
-    recomputation where there is one.
+    """Return the checkpoints whose function is running, the outermost first, beginning with the
+    innermost recomputation where there is one.
     """
     calls = _calls()
     found: list[_Checkpoint] = []
@@ -234,8 +237,8 @@ def _checkpoints(site: int | None) -> list[_Checkpoint]:
 
 @cache
 def _run_of_graph(code: CodeType) -> Run | None:
-    """Whether ``code`` runs the graph of a compiled function's forward or of its backward, which
-    computes again what is inside of checkpoints.
+    """Say whether ``code`` runs the graph of a compiled function's forward or of its backward,
+    which computes again what is inside of checkpoints.
     """
     if code.co_filename.endswith("_aot_autograd/runtime_wrappers.py"):
         if (code.co_name, *code.co_varnames[:1]) == ("forward", "ctx"):
@@ -265,7 +268,9 @@ def _calls() -> dict[int, tuple[Run, str]]:
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """What was active in a forward, for computing it again; may be entered once a backward."""
+    """The region and state of a forward, for computing it again; may be entered once in each
+    backward.
+    """
 
     def __init__(self, active: Autocast, recompute_state: RecomputeState) -> None:
         self._active, self._recompute_state = active, recompute_state
@@ -280,11 +285,12 @@ class _Recomputation(AbstractContextManager[None]):
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For activation checkpointing: a forward that is computed again gives the same codes.
+    """Return two contexts for activation checkpointing: of a forward, and of its recomputation,
+    which makes the same codes.
 
-    zerocast's layers see to that by themselves under ``torch.utils.checkpoint``. Pass this where a
-    function that is checkpointed inside :class:`autocast` uses quantizers of its own, or where
-    something else that takes it computes the function again::
+    Under ``torch.utils.checkpoint`` zerocast's layers do this without it. Pass it where a function
+    that is checkpointed inside :class:`autocast` uses quantizers directly, or where another library
+    computes the function again::
 
         torch.utils.checkpoint.checkpoint(
             function, x, use_reentrant=False, context_fn=zerocast.checkpoint_contexts
@@ -306,7 +312,7 @@ def checkpoint(
     Args:
         function: what to compute, now and again in the backward.
         args: its arguments.
-        use_reentrant: torch's mode; either gives the gradients of no checkpoint at all, bit for
+        use_reentrant: torch's mode; both give the same gradients as without a checkpoint, bit for
             bit.
         options: torch's further options and, without reentrance, the function's keyword arguments.
 
@@ -315,7 +321,7 @@ def checkpoint(
     """
     first, again = checkpoint_contexts()
     has_run = False
-    # A reentrant first run has gradients disabled, and is not an evaluation for all that.
+    # A reentrant first run has gradients disabled, but is no evaluation.
     records = use_reentrant and torch.is_grad_enabled() and regions.current().enabled
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,12 @@
-"""The regions that :class:`zerocast.autocast` enters: which one is active where a layer runs.
+"""The regions that :class:`zerocast.autocast` enters, and which of them is active.
 
-What is active belongs to the thread (or asyncio task) that entered the region, so ranks that are
-threads have regions of their own. Layers ask :func:`current`.
+A region is active in the thread (or asyncio task) that entered it, so ranks that are threads have
+separate regions. Layers ask :func:`current`.
 
-A compiled function is guarded by what it has read. It can read an attribute of a thread, but
-neither a context variable nor an object that each region makes anew. So every region also shows
-itself to torch.compile, as the text of its recipe (:data:`here`).
+torch.compile guards a compiled function by the values that it has read. A compiled function can
+read an attribute of a thread-local object, but neither a context variable nor an object that is new
+in each region. So every region also stores the text of its recipe where compiled functions can read
+it (:data:`here`).
 
 Note: when amaxes are reduced
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -16,15 +17,15 @@ all layers that have run under that group. It carries
 * the amaxes of inputs, weights and outputs that the region has seen, the largest one where a layer
   ran more than once, and
 * the amaxes of gradients that have come in since the last reduction. A backward usually runs after
-  its region was left, so those of one step travel with the next one. That is in time: what they
-  change is the scale of the next backward, which comes after the next region.
+  its region was left, so those of one step are reduced with the next one. That is early enough:
+  they change the scale of the next backward, which comes after the next region.
 
-Nothing is reduced, and nothing waits for other ranks, where a region is left by an exception: a
-collective then would hang if the others failed elsewhere or not at all. What its forward had
-recorded is dropped. Ranks that did not fail wait in the reduction, as they would in any collective
-that a failing rank does not come to, until the communicator tells them that it is gone. Nor where a
-region is left with gradients disabled and nothing was recorded: an evaluation, on one rank or on
-all, leaves histories and scales alone.
+If an exception leaves a region, nothing is reduced and the amaxes that its forward recorded are
+dropped: a collective would hang if the other ranks failed elsewhere or not at all. Ranks that did
+not fail wait in the reduction, as in any collective that a failed rank does not enter, until the
+communicator reports that rank. Nothing is reduced either if a region is left with gradients
+disabled and no amax recorded: an evaluation, on one rank or on all, does not change histories and
+scales.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ HIGH_PRECISION = "high precision"
 UNTRACEABLE = "untraceable"
 
 GRAPHS_REMEMBER = torch.__version__ >= (2, 13)  # type: ignore[operator]
-"""Whether torch.compile holds operations of recipes that remember something; with earlier releases
-of torch the graph breaks there."""
+"""Whether graphs of torch.compile hold operations of recipes with state; with earlier releases of
+torch the graph breaks there.
+"""
 
 
 class _Traced:
-    """What a compiled function can be guarded by.
+    """What torch.compile guards compiled functions by.
 
     Attributes:
         recipe: the text of the recipe by which products are quantized here; or
@@ -67,22 +69,21 @@ class _Traced:
         self.entries: list[tuple[bool, str]] = []
 
     def enter(self, recipe: str, *, compiled: bool) -> None:
-        """A region of this recipe is entered."""
+        """Note that a region of this recipe is entered."""
         self.entries.append((compiled, self.recipe))
         self.recipe = recipe
 
-    def leave(self) -> bool:
-        """The innermost region is left; gives whether a compiled function had entered it."""
-        compiled, self.recipe = self.entries.pop()
-        return compiled
+    def leave(self) -> None:
+        """Note that the innermost region is left."""
+        _, self.recipe = self.entries.pop()
 
 
 class _Here(threading.local):
     """What a thread keeps from region to region.
 
     Attributes:
-        traced: what compiled functions see; an object of its own, for they can read attributes of a
-            thread-local object but not write them.
+        traced: what compiled functions read and write; a separate object, because they can read
+            attributes of a thread-local object but not write them.
         reductions: of amaxes, by group.
     """
 
@@ -95,22 +96,26 @@ here = _Here()
 _lock = threading.Lock()
 _open = 0  # regions that are open in any thread
 any_open = False
-"""Whether any thread has a region open. A worker thread or a task may be in a region of another
-one, which :class:`_Traced` does not show."""
+"""Whether any thread has a region open. A worker thread or a task may run in a region that another
+one entered, which :class:`_Traced` does not show.
+"""
 were_entered = False
 """Whether any region has been entered in this process."""
 
 
 def traced_recipe() -> str:
-    """For a function that is being compiled: what counts here, as ``_Traced.recipe``."""
+    """Return what quantizes products in a function that is being compiled, as
+    ``_Traced.recipe``.
+    """
     if any_open and here.traced.recipe == NO_REGION:
         return UNTRACEABLE
     return here.traced.recipe
 
 
 def shown_recipe(recipe: Recipe) -> str:
-    """What a region of this recipe shows that was entered outside of compiled functions. Its
-    operations take the recipe itself from the region, so a function of its own is left out.
+    """Return the text by which torch.compile knows a region of ``recipe`` that was entered outside
+    of compiled functions. Operations take the recipe itself from the region, so a user's function
+    in it is left out.
     """
     if isinstance(recipe, DelayedScaling) and callable(recipe.amax_compute_algo):
         recipe = replace(recipe, amax_compute_algo="max")
@@ -120,7 +125,7 @@ def shown_recipe(recipe: Recipe) -> str:
 
 
 def show(recipe: str) -> None:
-    """Let compiled functions see that a region is entered, which shows ``recipe``."""
+    """Note for compiled functions that a region with the text ``recipe`` is entered."""
     global _open, any_open, were_entered
     with _lock:
         _open += 1
@@ -132,7 +137,7 @@ def show(recipe: str) -> None:
 
 
 def hide() -> None:
-    """Let them see that the innermost one is not active any more."""
+    """Note for compiled functions that the innermost region is left."""
     global _open, any_open
     here.traced.leave()
     with _lock:
@@ -162,7 +167,7 @@ class Region:
         self.recorded: dict[RecipeState, None] = {}
 
     def reduction(self, group: Communicator) -> AmaxReduction:
-        """The reduction over ``group``."""
+        """Return the reduction over ``group``."""
         if group not in self.reductions:
             self.reductions[group] = AmaxReduction(group)
         return self.reductions[group]
@@ -199,13 +204,13 @@ class Autocast:
     _region: Region | None = field(default=None, repr=False)
 
     def register(self, *states: RecipeState) -> None:
-        """Called by a layer's forward, before it quantizes, with the states of its forward and its
-        backward: leaving the region reduces their amaxes. Where a rank has no rows for the layer it
-        calls this all the same, so that the ranks' states register in one order.
+        """Register the states of a layer's forward and backward, so that leaving the region reduces
+        their amaxes. The layer's forward calls this before it quantizes; on a rank without rows for
+        the layer, too, so that all ranks register states in one order.
 
-        Without gradients the forward records none, unless the region is calibrating. So call it
-        from a module's forward, not from an autograd.Function's, inside of which torch has
-        gradients disabled.
+        With gradients disabled the forward records no amaxes, unless the region is calibrating. So
+        call this in a module's forward, not in an autograd.Function's, where torch has gradients
+        disabled.
         """
         assert self._region is not None, "only a layer that runs in a region registers states"
         assert self.group is not None
@@ -224,22 +229,24 @@ active_region: ContextVar[Autocast] = ContextVar("zerocast_autocast", default=_O
 
 
 def current() -> Autocast:
-    """What is active here; ``enabled`` and ``calibrating`` are False outside of any region."""
+    """Return the active autocast; ``enabled`` and ``calibrating`` are False outside of any
+    region.
+    """
     if here.traced.entries and here.traced.entries[-1][0]:  # a compiled function went on uncompiled
         return _of_compiled(here.traced.recipe)
     return active_region.get()
 
 
 def entered() -> Autocast:
-    """What is active here but for regions that a compiled function has entered: what an operation
-    of its graph finds that was traced under none of those.
+    """Return what is active here, regions left out that a compiled function has entered. Operations
+    of a graph call it that were traced under none of those.
     """
     return active_region.get()
 
 
 @contextmanager
 def resumed(active: Autocast) -> Iterator[None]:
-    """Within the context ``active`` is active once more; leaving it reduces nothing."""
+    """Make ``active`` active again within the context; leaving it reduces nothing."""
     token = active_region.set(active)
     show_region(active)
     try:
@@ -250,7 +257,7 @@ def resumed(active: Autocast) -> Iterator[None]:
 
 
 def show_region(active: Autocast) -> None:
-    """Let compiled functions see that ``active`` is active from here on."""
+    """Note for compiled functions that ``active`` is active from now on."""
     shown = UNTRACEABLE if active.calibrating else HIGH_PRECISION
     if active.enabled and active.recipe is not None:
         shown = shown_recipe(active.recipe)
@@ -258,7 +265,7 @@ def show_region(active: Autocast) -> None:
 
 
 def _of_compiled(recipe: str) -> Autocast:
-    """What is active in a region that a compiled function has entered."""
+    """Return what is active in a region that a compiled function has entered."""
     if recipe in (NO_REGION, HIGH_PRECISION):
         return _OUTSIDE
     return Autocast(True, recipe_from_text(recipe), False, SingleRank(), None, Region())

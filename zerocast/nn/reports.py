@@ -1,4 +1,4 @@
-"""coverage: which parameters of a model are in codes, counted as it is now, and why others are not.
+"""coverage: which parameters of a model are in codes at present, and why others are not.
 
     >>> print(zerocast.nn.coverage(model))
     86,848 parameters, 28.3 % held in codes; they take 271,464 bytes, 22,376 of them codes ...
@@ -6,8 +6,8 @@
       left: model.layers.{0..1}.mlp.experts.down_proj [4x64x32], 18.9 %: a MixtralExperts ...
       left: 9 smaller ones (embeddings, norms, biases), 0.7 %
 
-It looks at the model and remembers nothing, so that layers which were replaced since a conversion
-(a head, when tokens were added) are seen.
+It reads the model at each call, so it also shows layers that were replaced since a conversion (a
+head, when tokens were added).
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from zerocast.tensors import QuantizedTensor
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
 
 _LARGE = 0.01
-"""The share of a model's parameters from which on one that is left is listed by itself."""
+"""The share of a model's parameters from which on a left one has a line for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Coverage:
     parameters: tuple[ParameterCoverage, ...]
 
     def elements(self, how: How | None = None) -> int:
-        """In the parameters that are kept so; in all by default."""
+        """Return the number of elements of the parameters that are kept so; of all by default."""
         return sum(p.shape.numel() for p in self.parameters if how in (None, p.how))
 
     def bytes(self, how: How | None = None) -> int:
-        """That those parameters take."""
+        """Return the bytes that those parameters take."""
         return sum(p.bytes for p in self.parameters if how in (None, p.how))
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
     owners: dict[torch.Tensor, tuple[str, torch.nn.Module, str]] = {}
     for fqn, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False):
-            # Of modules that share it, a linear layer knows most of it.
+            # A linear layer names it rather than another module that shares it.
             if parameter not in owners or _is_linear(module, own_name):
                 owners[parameter] = f"{fqn}.{own_name}".lstrip("."), module, own_name
     for parameter, (name, module, own_name) in owners.items():
@@ -263,7 +263,9 @@ def explain(
 
 
 def _weights(module: QuantizedModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a layer's products; with what to add to its name, where there are several."""
+    """Yield the weights of a layer's products, each with the suffix that the layer's name gets if
+    there are several.
+    """
     weights = {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
@@ -276,7 +278,7 @@ def _weights(module: QuantizedModule) -> Iterator[tuple[str, torch.Tensor]]:
 def _engines(
     weight: torch.Tensor, recipe: Recipe, tokens: int, device: Device, dtype: torch.dtype | None
 ) -> Iterator[tuple[Product, Engine]]:
-    """Who computes each product of a layer with this weight."""
+    """Yield each product of a layer with this weight, and what computes it."""
     rows, cols = weight.shape
     x = recipe.for_role("input"), (tokens, cols)
     dy = recipe.for_role("grad_output"), (tokens, rows)

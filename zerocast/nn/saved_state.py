@@ -1,7 +1,7 @@
 """A layer's recipe state as one tensor of bytes, and that of its master in a state dict.
 
 Code that shards, broadcasts, offloads or writes state dicts (torch's own, accelerate's,
-safetensors) asks every entry for its shape, dtype and device, as a plain tensor has them, and
+safetensors) reads shape, dtype and device of every entry, as of a plain tensor, and
 ``torch.distributed.checkpoint`` loads into tensors of the saved size. So the tensors of a recipe's
 state are saved as one, uint8 [n], behind a header that says what they are; n depends on recipe and
 layer alone. As integers they keep their bits when a model changes its dtype.
@@ -70,9 +70,9 @@ def unpack(packed: Any, name: str) -> SavedState:
             else type(packed).__name__
         )
         raise InputError(
-            f"what recipes remember for {name} must be a tensor of bytes as its layer's state dict "
-            f"has it, whole and unchanged, got {given} that is none; take this entry out of the "
-            f"state dict to start anew."
+            f"the recipe state of {name} must be the tensor of bytes that its layer's state dict "
+            f"has, whole and unchanged, got {given}; take this entry out of the state dict to "
+            f"start without it."
         ) from None
     return SavedState(owner, tensors)
 
@@ -87,7 +87,7 @@ def reserve_state(layer: torch.nn.Linear) -> None:
     """Reserve an entry of the state dict for the recipe's state of the layer's master.
 
     torch's functions for state dicts of sharded models look for each entry among parameters and
-    buffers. This buffer stands for that one and is empty: what is saved is made then.
+    buffers. This buffer stands for the entry and is empty: its content is made when it is saved.
     """
     empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
     layer.register_buffer(WEIGHT_STATE, empty)
@@ -105,7 +105,8 @@ def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> torch.Tensor
 
 
 def load_saved_state(weight: torch.Tensor, state: torch.Tensor) -> None:
-    """Resume from what :func:`state_to_save` returned; ignore it for a weight that is no master.
+    """Resume from what :func:`state_to_save` returned; do nothing for a weight that is not a
+    master.
 
     Raises:
         InputError: if it was saved under another recipe, or is no state at all. Nothing has

@@ -1,4 +1,5 @@
-"""The products of quantized matrices, and how torch's scaled GEMMs want codes and scales to lie.
+"""The products of quantized matrices, and the order of codes and scales that torch's scaled GEMMs
+read.
 
 :func:`gemm` multiplies by the library where :func:`zerocast.nn.engines.engine` says that it can,
 and decodes both operands elsewhere.
@@ -76,7 +77,8 @@ def gemm(
             given = (arguments(kind, sides[0], a), arguments(kind, sides[1], b))
             in_epilogue = bias is not None and dtype in (torch.bfloat16, torch.float16)
             added = bias if in_epilogue else None
-            # Gradients sum over more terms and of both signs: Hopper's shorter accumulator shows.
+            # Gradients sum more terms, of both signs: there Hopper's shorter accumulator loses
+            # bits.
             fast = product is Product.OUTPUT
             out = multiply(kind, *given, dtype, added, fast_accumulation=fast)
             return out if bias is None or in_epilogue else out.add_(bias)
@@ -113,9 +115,9 @@ class Arguments:
 
 
 def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
-    """The operand ``side`` of ``storage`` for a GEMM of ``kind``.
+    """Return the operand ``side`` of ``storage`` for a GEMM of ``kind``.
 
-    Bytes are copied where the library wants another order than the stored one: columnwise codes
+    Bytes are copied where the library reads another order than the stored one: columnwise codes
     that are stored as [M, K], and swizzled scales.
     """
     codes, scale_inv = _stored(side, storage)
@@ -173,7 +175,9 @@ def multiply(
 
 
 def _stored(side: Side, storage: QuantizedStorage) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes as a matrix and the scales of an operand; refused where they are stale."""
+    """Return the codes as a matrix and the scales of an operand; raise StaleCopyError if they are
+    stale.
+    """
     scale_inv = storage.buffers["rowwise_scale_inv"]
     if not side.columnwise:
         return storage.buffers["rowwise_data"].view(side.shape[0], -1), scale_inv
@@ -199,7 +203,7 @@ _GROUPS, _GROUP_ROWS = 4, 32
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """A compact plane of scales in the order that a block-scaled GEMM reads.
+    """Return a compact plane of scales in the order that a block-scaled GEMM reads.
 
     Args:
         scales: [R, C], whole tiles: R a multiple of 128, C of 4; any dtype and strides.
@@ -216,7 +220,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The compact plane that :func:`swizzle` was given.
+    """Return the compact plane that :func:`swizzle` was given.
 
     Args:
         scales: [R * C], contiguous.
@@ -240,7 +244,7 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _tiles(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """How many tiles a plane is high and wide."""
+    """Say how many tiles a plane is high and wide."""
     if len(shape) != 2 or shape[0] % TILE_ROWS or shape[1] % TILE_COLS:
         raise InputError(
             f"the 128x4 layout holds planes of whole tiles, [a multiple of {TILE_ROWS}, a multiple "

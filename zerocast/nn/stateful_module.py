@@ -1,7 +1,7 @@
 """StatefulModule: what a layer keeps from forward to forward, and how it moves and is saved.
 
-What a recipe remembers is the module's extra state. It is in a ``state_dict`` only where something
-is remembered, so that dictionaries are exchanged with torch's own layers.
+The recipe state is the module's extra state. A ``state_dict`` has an entry for it only if there is
+some, so that dictionaries can be exchanged with torch's own layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,21 +36,23 @@ class StatefulModule(torch.nn.Module):
     _handle: torch.Tensor | None = None  # by which compiled graphs refer to this layer
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """With a handle, for copies and pickles, too; compiled functions cannot make one."""
+        """Make the module with a handle, which compiled functions cannot make; also for copies and
+        pickles.
+        """
         made = super().__new__(cls)
         made._handle = new_handle(made)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the handle, of which a copy has its own."""
+        """Return all attributes but the handle: a copy has a handle of its own."""
         return {name: value for name, value in vars(self).items() if name != "_handle"}
 
     # --- moving and converting ---
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Do what torch does for ``to``, ``cuda``, ``half`` and others, except for quantized
-        parameters: torch would put another object's attributes and hooks in the place of theirs,
-        and refuse those that anybody refers to weakly.
+        parameters: torch would give them another object's attributes and hooks, and refuse those to
+        which there is a weak reference.
         """
         own: dict[str, QuantizedTensor] = {}
         for name, parameter in self._parameters.items():
@@ -75,7 +77,7 @@ class StatefulModule(torch.nn.Module):
     # --- the recipe's state ---
 
     def _remember(self, recipe: Recipe, device: torch.device) -> None:
-        """Start anew under ``recipe``."""
+        """Make new states and quantizers for ``recipe``."""
         forward = RecipeState.create(recipe, "forward", 3 * self.gemms, device, name=self.name)
         backward = RecipeState.create(recipe, "backward", 2 * self.gemms, device, name=self.name)
         self._states = forward, backward
@@ -87,7 +89,7 @@ class StatefulModule(torch.nn.Module):
         self._go_on(self._states)
 
     def _go_on(self, states: Sequence[RecipeState]) -> None:
-        """Load what was saved under the recipe of these new ``states``, where it was."""
+        """Load the saved state into these new ``states`` if it was saved under their recipe."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -98,7 +100,7 @@ class StatefulModule(torch.nn.Module):
                 state.load_state_dict({names[n]: t for n, t in tensors.items() if n in names})
 
     def get_extra_state(self) -> torch.Tensor | None:
-        """What the recipe remembers for this layer, as one tensor
+        """Return what the recipe remembers for this layer, as one tensor
         (:mod:`zerocast.nn.saved_state`); None where it remembers nothing.
         """
         packed = self._loaded
@@ -113,9 +115,10 @@ class StatefulModule(torch.nn.Module):
         return None if packed is None else replicated_like(self.parameters(), packed)
 
     def set_extra_state(self, state: object) -> None:
-        """Go on from what :meth:`get_extra_state` gave, from the next forward under its recipe on.
+        """Continue from what :meth:`get_extra_state` returned, from the next forward under its
+        recipe on.
 
-        Anything but a tensor stands for no state, as does the placeholder of torch's
+        Anything but a tensor or dict stands for no state, such as the placeholder of torch's
         ``set_model_state_dict`` for an entry that a full state dict lacks.
 
         Raises:
@@ -125,7 +128,7 @@ class StatefulModule(torch.nn.Module):
             self._states, self._loaded = None, self.checked_extra_state(state)
 
     def forget_extra_state(self) -> None:
-        """Start anew, as a layer that has seen no forward."""
+        """Drop the recipe state, as in a layer before its first forward."""
         self._states = self._loaded = None
 
     def checked_extra_state(self, state: object) -> torch.Tensor:
@@ -133,9 +136,9 @@ class StatefulModule(torch.nn.Module):
         owner, tensors = unpack(state, self.name)
         if owner.get("gemms") != self.gemms:
             raise InputError(
-                f"what recipes remember for {self.name} must be that of a {type(self).__name__}, "
+                f"the recipe state of {self.name} must be that of a {type(self).__name__}, "
                 f"of {self.gemms} products, got one of {owner.get('gemms')}; take its "
-                f"'_extra_state' out of the state dict to start anew."
+                f"'_extra_state' out of the state dict to start without it."
             )
         return pack(owner, tensors)
 
@@ -158,13 +161,13 @@ class StatefulModule(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *others
         )
-        for name in (_EXTRA_STATE, WEIGHT_STATE):  # without it, that state starts anew
+        for name in (_EXTRA_STATE, WEIGHT_STATE):  # without an entry, the state starts from nothing
             if prefix + name in missing_keys:
                 missing_keys.remove(prefix + name)
 
     def _fill_quantized(self, state_dict: Any, prefix: str) -> None:
-        """Copy into quantized parameters what torch would assign in their place, which would hold
-        no codes, and be none of the parameters that optimizers and plans know.
+        """Copy given values into quantized parameters. torch would assign new parameters instead,
+        which would hold no codes, and which optimizers and plans would not know.
         """
         for name, parameter in self._parameters.items():
             given = state_dict.get(prefix + name)

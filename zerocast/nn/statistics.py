@@ -6,8 +6,8 @@
 
 An element is *underflowed* where it is not zero and decodes to zero; *saturated* where it lies
 beyond what rounds to the largest code, so that it was cut off rather than rounded. Both are counted
-over what layers quantize: inputs, weights in high precision, quantized outputs, gradients; of the
-copy that the first product reads, rowwise where it is there. Counting decodes each once more.
+over what layers quantize: inputs, weights in high precision, quantized outputs, gradients. The
+rowwise copy is counted if there is one. Counting decodes each tensor once more.
 """
 
 import math
@@ -74,7 +74,7 @@ _counting: ContextVar[tuple[dict[torch.nn.Module, str], Statistics] | None] = Co
 def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
     """Count, within the context, what the layers of ``model`` lose by quantization.
 
-    Of a layer whose forward ran within it, the backward counts, too, whenever it runs.
+    If a layer's forward ran within the context, its backward is counted, whenever it runs.
 
     Args:
         model: whose layers are counted, by their names in it.
@@ -92,8 +92,8 @@ def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
 
 
 def observer(module: torch.nn.Module, gemm: int) -> Watch | None:
-    """What product ``gemm`` of ``module`` shows its quantized tensors to; None where nobody
-    counts.
+    """Return the function to which product ``gemm`` of ``module`` gives its quantized tensors; None
+    if nothing is counted.
     """
     counting = _counting.get()
     if counting is None or module not in counting[0]:
@@ -113,7 +113,7 @@ def observer(module: torch.nn.Module, gemm: int) -> Watch | None:
 
 
 def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]:
-    """Underflowed and saturated elements."""
+    """Count underflowed and saturated elements."""
     columnwise = not quantized.has_rowwise
     plane = quantized.planes[columnwise]
     codes = quantized.buffers[plane.codes_name]
@@ -125,12 +125,14 @@ def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]
     codes = codes & (2 ** (fmt.bits - 1) - 1)
     given = tensor.detach().to(torch.float32).abs()
     underflowed = (values == 0) & (given != 0)
-    # A code is worth scale_inv times its own value, so the largest one's worth gives the bound.
-    saturated = (codes == fmt.max_code) & (given > values * _cut(fmt)) & (values != 0)
+    # A decoded value is scale_inv times its code's, so that of the largest code gives the bound.
+    saturated = (codes == fmt.max_code) & (given > values * _saturation_bound(fmt)) & (values != 0)
     return int(underflowed.sum()), int(saturated.sum())
 
 
-def _cut(fmt: ElementFormat) -> float:
-    """Where rounding to the largest code ends, as a multiple of it: half a step above."""
+def _saturation_bound(fmt: ElementFormat) -> float:
+    """Return the bound above which values saturate, as a multiple of the largest code: half a step
+    above it.
+    """
     significand, _ = math.frexp(fmt.max)  # from 1/2 to 1, in which a step is 2^-(mantissa_bits + 1)
     return 1 + 2.0 ** -(fmt.mantissa_bits + 2) / significand

@@ -9,9 +9,9 @@ Layers that :func:`zerocast.nn.convert` made are parallelized by torch's own ``C
 
 The codes and scales that a rank has are those of its shard of the whole weight's cast.
 
-Those gather in high precision. The styles here take the same arguments and gather an input that is
-split in time (sequence parallelism) in FP8 codes, half the bytes of BF16: Float8ColwiseParallel for
-one layer, PrepareFloat8ModuleInput for several that share it.
+torch's styles gather in high precision. The styles here take the same arguments and gather an input
+that is split in time (sequence parallelism) in FP8 codes, half the bytes of BF16:
+Float8ColwiseParallel for one layer, PrepareFloat8ModuleInput for several that share it.
 """
 
 import copy
@@ -47,7 +47,7 @@ def gather_input(style: str, layer: Linear, input: DTensor) -> DTensor:
     Collective.
 
     Args:
-        style: who asked for it, for messages.
+        style: the name of the calling style, for messages.
         layer: multiplies with it; its quantizer of inputs makes the codes.
         input: Shard(d), d not the last dimension, over a mesh of one dimension.
 
@@ -110,7 +110,7 @@ class _GatherInput(torch.autograd.Function):
 def _gathered_codes(
     input: DTensor, dim: int, quantizer: Quantizer, dtype: torch.dtype, watch: Watch | None
 ) -> QuantizedTensor:
-    """The cast of the whole ``input`` in ``dtype``, of which each rank casts what it holds."""
+    """Return the cast of the whole ``input`` in ``dtype``; each rank casts what it holds."""
     comm = as_communicator(input.device_mesh)
     own = input.to_local().to(dtype).contiguous()
     chunks = [chunk(input.shape[dim], rank, comm.size) for rank in range(comm.size)]
@@ -120,7 +120,9 @@ def _gathered_codes(
     columnwise = quantizer.columnwise
     quantizer.set_usage(rowwise=True, columnwise=False)
     own_rows = own.view(-1, features)
-    if not own.numel():  # a rank without rows takes part in the amax, by one of zeros
+    if (
+        not own.numel()
+    ):  # a rank without rows takes part in the reduction of the amax, with one row of zeros
         own_rows = own.new_zeros(1, features)
     start = min(others * chunks[comm.rank].start, rows - len(own_rows))
     quantizer.tp_shard = TensorParallelShard(
@@ -156,12 +158,12 @@ class Float8ColwiseParallel(ColwiseParallel):
     """torch's ``ColwiseParallel`` for an input that is split in time, gathered in FP8 codes.
 
     Only under :class:`zerocast.autocast` with a recipe that has one scale a tensor
-    (``Float8CurrentScaling``, ``DelayedScaling``); anything else is an error, for then the gather
-    that was asked for would not happen.
+    (``Float8CurrentScaling``, ``DelayedScaling``); anything else is an error, because the requested
+    gather would not take place.
 
     Args:
-        input_layouts: ``Shard(d)``, d not the last dimension: how an input is split that is no
-            DTensor yet.
+        input_layouts: ``Shard(d)``, d not the last dimension: how an input is split that is not a
+            DTensor.
         output_layouts, use_local_output: those of torch's style.
 
     Raises:
@@ -284,7 +286,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
 
     def _layer_in(self, module: torch.nn.Module) -> Linear:
-        """The layer whose quantizer makes the codes."""
+        """Return the layer whose quantizer makes the codes."""
         name = self.fwd_config_submodule_fqn
         modules = module.modules() if name is None else [module.get_submodule(name)]
         for found in modules:
@@ -307,7 +309,7 @@ def _check_layouts(name: str, layouts: Iterable[Any]) -> None:
 
 
 def _check_pair(name: str, given: Any, desired: Any, kind: type) -> int:
-    """The number of inputs whose layouts are given, by position or by name, and as they are
+    """Return the number of inputs whose layouts are given, by position or by name, and as they are
     desired.
     """
     sizes = []
@@ -333,7 +335,7 @@ def _is_gathered(layout: Placement | None, desired: Placement | None) -> bool:
 
 
 def _distributed(input: Any, mesh: DeviceMesh, layout: Placement | None) -> DTensor:
-    """``input`` as a DTensor; one that is none yet is what this rank holds of it."""
+    """Return ``input`` as a DTensor; a plain tensor is what this rank holds of one."""
     if isinstance(input, DTensor):
         return input
     if not isinstance(input, torch.Tensor):

@@ -1,11 +1,11 @@
-"""What the operations of a compiled layer are given: how they run an uncompiled one's functions.
+"""The arguments of the operations of a compiled layer, which run an uncompiled layer's functions.
 
-The operations (:mod:`zerocast.nn.traced_products`) are given tensors and texts. This module makes
-of them the arguments of :func:`zerocast.nn.layer_product.run_forward` and ``run_backward``. The
+The operations (:mod:`zerocast.nn.traced_products`) take tensors and texts. This module turns them
+into the arguments of :func:`zerocast.nn.layer_product.run_forward` and ``run_backward``. The
 ``fake_`` functions say shapes and dtypes of the results.
 
-What the tensors mean crosses the border of the graph as text, and all of it: a compiled graph may
-be loaded from a cache by a process that never traced it.
+The texts say everything that the tensors mean, because a process may load a compiled graph from a
+cache without ever tracing it.
 """
 
 import json
@@ -81,19 +81,19 @@ def product_to_text(
     wants_norm: bool,
     needs: Sequence[bool],
 ) -> str:
-    """A :class:`LayerProduct` under a recipe, as a text. The source is given by the fields of its
-    :class:`FusedOp`.
+    """Return a :class:`LayerProduct` under a recipe, as a text. The source is given by the fields
+    of its :class:`FusedOp`.
     """
     return json.dumps([recipe, source, str(dtype), wants_norm, needs])
 
 
-# torch.compiler.assume_constant_result does this, and loads the compiler.
+# torch.compiler.assume_constant_result sets this attribute, but also loads the compiler.
 product_to_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def as_product(text: str) -> tuple[str, LayerProduct]:
-    """The recipe's text and the product that :func:`product_to_text` was given."""
+    """Return the recipe's text and the product that :func:`product_to_text` was given."""
     recipe, source, dtype, wants_norm, needs = json.loads(text)
     op = None if source is None else FusedOp(*source)
     return recipe, LayerProduct(op, _dtype(dtype), wants_norm, tuple(needs))
@@ -105,7 +105,7 @@ def needed(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> list[bool]:
-    """Which gradients a backward will need: of input, gamma, beta, weight and bias."""
+    """Say which gradients a backward will need: of input, gamma, beta, weight and bias."""
     gamma = norm[0] if norm else None
     beta = norm[1] if len(norm) > 1 else None
     grads = torch.is_grad_enabled()
@@ -133,7 +133,7 @@ def traced_forward(
 def fake_forward(
     input: torch.Tensor, weight: Sequence[torch.Tensor], text: str, weight_buffers: str
 ) -> Made:
-    """The shapes and dtypes of :func:`traced_forward`'s results.
+    """Return the shapes and dtypes of :func:`traced_forward`'s results.
 
     Raises:
         InputError: where the recipe cannot hold a tensor.
@@ -181,7 +181,7 @@ def traced_backward(
 
 
 def fake_backward(given: BackwardArguments) -> list[torch.Tensor | None]:
-    """The shapes and dtypes of :func:`traced_backward`'s results."""
+    """Return the shapes and dtypes of :func:`traced_backward`'s results."""
     grad, shape = given.grad, given.shape
     inputs = given.inputs or [grad.new_empty(grad.shape[0], shape[1])]
     made: list[torch.Tensor | None] = [torch.empty_like(each) for each in inputs]
@@ -193,7 +193,7 @@ def fake_backward(given: BackwardArguments) -> list[torch.Tensor | None]:
 
 @cache
 def recipes_of(recipe: str) -> dict[str, Recipe]:
-    """The scheme of each role under the recipe of this text."""
+    """Return the scheme of each role under the recipe of this text."""
     whole = recipe_from_text(recipe)
     return {role: whole.for_role(role) for roles in ROLES.values() for role in roles}
 
@@ -206,7 +206,9 @@ def _saved(
     has_codes: bool,
     device: torch.device,
 ) -> Saved:
-    """What the forward saves of its input [rows, K] and of a weight of this ``shape`` [M, K]."""
+    """Return what the forward saves of its input [rows, K] and of a weight of this ``shape`` [M,
+    K].
+    """
     recipe, product = as_product(text)
     recipes, saved = recipes_of(recipe), Saved()
     for is_saved, role, of, dtype in (
@@ -247,7 +249,7 @@ def _described(
 
 
 def _whole(weight: Sequence[torch.Tensor], weight_buffers: str) -> torch.Tensor:
-    """The weight that :func:`in_buffers` took apart, or the plain one."""
+    """Return the weight that :func:`in_buffers` took apart, or the plain one."""
     if not weight_buffers:
         return weight[0]
     recipe, dtype, shape, names = json.loads(weight_buffers)

@@ -26,8 +26,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def eager_in_regions(forward: Forward) -> Forward:
-    """Let torch.compile leave out a layer's ``forward`` where its graph cannot hold what that does
-    in a region of autocast.
+    """Make torch.compile leave a layer's ``forward`` out of its graph in regions of autocast where
+    the graph cannot hold it.
 
     A graph that holds the layer is guarded by the region's recipe. (``torch.compiler.disable`` as a
     decorator would load the compiler with the package.)
@@ -72,7 +72,7 @@ def _is_exporting() -> bool:
 def quantizers_of(
     layer: Any, recipe: str, device: torch.device, grads: bool
 ) -> list[GemmQuantizers]:
-    """The layer's quantizers in the region that is open around the compiled function."""
+    """Return the layer's quantizers in the region that is open around the compiled function."""
     region = regions.entered()
     if not region.enabled or region.recipe is None or shown_recipe(region.recipe) != recipe:
         raise UnsupportedError(
@@ -88,7 +88,7 @@ def quantizers_of(
 
 
 def has_state(recipe: str) -> bool:
-    """Whether the recipe of this text keeps state between casts."""
+    """Say whether the recipe of this text keeps state between casts."""
     return bool(recipe_from_text(recipe).remembers)
 
 
@@ -96,7 +96,7 @@ _sites: list[Any] = [None, 0]
 
 
 def next_site() -> int:
-    """The number of the next operation in the graph that is being traced."""
+    """Return the number of the next operation in the graph that is being traced."""
     traced = torch._guards.CompileContext.current_compile_id()
     if traced != _sites[0]:
         _sites[:] = [traced, 0]
@@ -104,7 +104,7 @@ def next_site() -> int:
     return int(_sites[1])
 
 
-# torch.compiler.assume_constant_result does this, and loads the compiler.
+# torch.compiler.assume_constant_result sets this attribute, but also loads the compiler.
 has_state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 next_site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -119,27 +119,27 @@ _numbers_of_quantizers: weakref.WeakKeyDictionary[Quantizer, int] = weakref.Weak
 
 
 def new_handle(layer: object) -> torch.Tensor:
-    """int64 [1]: a number of its own for ``layer``."""
+    """Return int64 [1], a new number by which graphs refer to ``layer``."""
     number = next(_numbers)
     _layers[number] = layer
     return numbered(number)
 
 
 def layer_of(handle: torch.Tensor) -> Any:
-    """The layer that has this handle."""
+    """Return the layer that has this handle."""
     return _layers[int(handle)]
 
 
 def numbered(number: int) -> torch.Tensor:
-    """int64 [1], which no inference mode freezes."""
+    """Return int64 [1], which can be written outside of inference mode, too."""
     with torch.inference_mode(False):
         return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 class Ticket(bytearray):
-    """The memory of a ticket, two numbers: its own and its quantizer's. It lives as long as the
-    tensor does, and the quantizer with it; a copy of the tensor (on its way through hooks on saved
-    tensors) has the second number, by which a layer that still has the quantizer is served.
+    """The memory of a ticket, two numbers: its own and its quantizer's. It keeps the quantizer
+    alive as long as its tensor lives. A copy of the tensor (made by hooks on saved tensors) does
+    not, but its second number finds the quantizer as long as the layer has it.
     """
 
     quantizer: Quantizer
@@ -147,7 +147,7 @@ class Ticket(bytearray):
 
     @classmethod
     def new(cls, quantizer: Quantizer, watch: Watch | None) -> torch.Tensor:
-        """int64 [2]."""
+        """Return a new ticket, int64 [2]."""
         number = next(_numbers)
         if quantizer not in _numbers_of_quantizers:
             _numbers_of_quantizers[quantizer] = next(_numbers)
@@ -159,7 +159,7 @@ class Ticket(bytearray):
 
     @staticmethod
     def found(tensor: torch.Tensor) -> tuple[Quantizer, Watch | None]:
-        """The quantizer, and what is shown the tensors that it quantizes."""
+        """Return the quantizer, and the function that is called with what it quantizes."""
         number, of_quantizer = tensor.tolist()
         ticket = _tickets.get(number)
         if ticket is not None:

@@ -1,4 +1,4 @@
-"""The products of a layer as operations that torch.compile takes whole.
+"""The products of a layer as operations into which torch.compile does not look.
 
 Inside a compiled function a product is one operation, and so is its backward, with the norm or the
 activation of a fused layer in them. They run the functions of an uncompiled layer
@@ -9,8 +9,8 @@ recipe state at its first forward, registers with the reduction of the region ar
 part in activation checkpoints. So ``zerocast::stateful_linear`` is given the layer's *handle*, an
 int64 tensor with a number, and runs with the layer's own quantizers. A handle is an input of the
 graph: one graph serves all layers of a kind, and a graph that another process made serves this
-one's layers. For the backward the operation gives a *ticket*, another number, by which the
-quantizer of the gradient is found: that of this forward, though the layer may have a newer one.
+one's layers. For the backward the operation returns a *ticket*, another number, by which the
+quantizer of the gradient is found: that of this forward, even if the layer has a newer one by then.
 
 Note: the order of operations
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -18,7 +18,7 @@ Compilers merge equal operations, drop, move and repeat them. Layers register wi
 the same order on all ranks, and draws of stochastic rounding are counted. So each operation with a
 handle says that it writes a tensor which the next one writes, too (one in forwards, one in
 backwards), so that none can be merged with another one or run before it. Nothing reads these
-tensors. Each run of a graph has one of its own for the forward, for a graph with checkpoints saves
+tensors. Each run of a graph has a new one for the forward, because a graph with checkpoints saves
 it. (torch 2.13 reorders the effects of ``torch.library``, and compiles none in a checkpoint.)
 
 Operations inside of a checkpoint are repeated in the backward. Each has the number of its place in
@@ -66,7 +66,9 @@ _here, _order_of_grads = _Here(), numbered(0)
 
 
 def register(handle: torch.Tensor, recipe: str) -> None:
-    """Let the layer of ``handle`` take part in a region, without rows to quantize."""
+    """Register the states of the layer of ``handle`` with the region, where it has no rows to
+    quantize.
+    """
     _register(_here.order, handle, recipe, torch.is_grad_enabled(), next_site())
 
 
@@ -141,7 +143,7 @@ def _keep(
 def _arguments_of_backward(
     ctx: Any, grad: torch.Tensor, grad_normed: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    """The arguments :data:`BACKWARD`; what the operation saved is the fourth."""
+    """Return the arguments :data:`BACKWARD`; what the operation saved is the fourth."""
     tensors = ctx.saved_tensors  # once, for each access runs the hooks on saved tensors
     inputs, weight = list(tensors[: ctx.num_inputs]), list(tensors[ctx.num_inputs : ctx.num_kept])
     saved = list(tensors[ctx.num_kept :])
@@ -174,7 +176,7 @@ def _listed(made: Made) -> list[torch.Tensor]:
     "zerocast::quantized_linear_backward", mutates_args=(), schema=f"({BACKWARD}) -> Tensor[]"
 )
 def _linear_backward(*given: Any) -> list[torch.Tensor]:
-    """The gradients that are needed, of input, gamma, beta, weight and bias."""
+    """Return the gradients that are needed, of input, gamma, beta, weight and bias."""
     arguments = BackwardArguments(*given)
     quantizer = Quantizer(recipes_of(as_product(arguments.product)[0])["grad_output"])
     return [each for each in traced_backward(quantizer, None, arguments) if each is not None]
@@ -220,7 +222,7 @@ _MOST_SAVED = 8  # mean, rstd, and three buffers of each operand
 
 
 class _StatefulProduct(torch.autograd.Function):
-    """The derivative, for torch registers none of an operation that writes its arguments."""
+    """The derivative: torch registers none for an operation that writes its arguments."""
 
     @staticmethod
     def forward(
@@ -279,7 +281,7 @@ def _(*given: Any) -> None:
     f"({', '.join(['Tensor'] * (3 + _MOST_SAVED))})",
 )
 def _stateful(*given: Any) -> tuple[torch.Tensor, ...]:
-    """The result, what the norm made, the ticket, and what the backward reads."""
+    """Return the result, what the norm made, the ticket, and what the backward reads."""
     *product, _, handle, gemm, grads, site = given
     recipe, _ = as_product(product[4])
     keep_region()
@@ -304,7 +306,7 @@ def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str,
     schema=f"({BACKWARD}, Tensor(a!) order, Tensor ticket) -> ({', '.join(['Tensor'] * 5)})",
 )
 def _stateful_backward(*given: Any) -> tuple[torch.Tensor, ...]:
-    """The gradients of input, gamma, beta, weight and bias."""
+    """Return the gradients of input, gamma, beta, weight and bias."""
     *arguments, _, ticket = given
     made = traced_backward(*Ticket.found(ticket), BackwardArguments(*arguments))
     return tuple(_or_empty(each, given[0]) for each in made)
@@ -329,7 +331,9 @@ def _filled(made: Made, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _running(handle: torch.Tensor) -> Any:
-    """The layer of ``handle``; the run of its graph keeps what its operations write to itself."""
+    """Return the layer of ``handle``; from here on operations write a new tensor, which belongs to
+    this run of the graph.
+    """
     _here.order = numbered(0)
     return layer_of(handle)
 

@@ -57,8 +57,8 @@ class Backend(Protocol):
         """
 
     def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-        """Whether :meth:`partial_amax_cast` takes planes in these blocks, one grid a plane that is
-        cast, where scales belong to blocks alone.
+        """Say whether :meth:`partial_amax_cast` takes planes in these blocks, one grid a plane that
+        is cast, where scales belong to blocks alone.
         """
 
     def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:

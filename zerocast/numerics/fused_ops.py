@@ -97,8 +97,8 @@ class FusedOperand:
 
 
 def can_fuse(numerics: Numerics) -> bool:
-    """Whether :meth:`Backend.fused_op` casts under ``numerics``, whose codes must follow from the
-    rounded values and their amaxes alone. (4-over-6 chooses by errors, and stochastic rounding
+    """Say whether :meth:`Backend.fused_op` casts under ``numerics``, whose codes must follow from
+    the rounded values and their amaxes alone. (4-over-6 chooses by errors, and stochastic rounding
     needs random bits: they take the operations of weights.)
     """
     return not (

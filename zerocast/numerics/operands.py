@@ -43,7 +43,7 @@ class Masters:
         self.version += 1
 
     def place(self, slot: int, table: torch.Tensor) -> int:
-        """The address in ``table``, a copy of :attr:`table`, of the master of a slot."""
+        """Return the address in ``table``, a copy of :attr:`table`, of the master of a slot."""
         return table.data_ptr() + slot * table.stride(0) * table.element_size()
 
 
@@ -119,7 +119,7 @@ class FourOverSixErrors:
     def carve(
         cls, buffer: torch.Tensor, grid: BlockGrid, cuts: SharedBlocks, *, choices: bool = True
     ) -> FourOverSixErrors:
-        """The candidates of one weight in ``buffer``, int32 [words]."""
+        """Return the candidates of one weight in ``buffer``, int32 [words]."""
         chosen, row_errors, elements = buffer.split(cls._sizes(grid, cuts, choices))
         return cls(
             chosen.view(torch.uint8),
@@ -130,7 +130,9 @@ class FourOverSixErrors:
         )
 
     def of_blocks(self, grid: BlockGrid, blocks: range) -> FourOverSixErrors:
-        """The part for ``blocks``, whole rows of them, whose choices this rank keeps to itself."""
+        """Return the part for ``blocks``, whole rows of them, whose choices this rank keeps to
+        itself.
+        """
         chosen = torch.zeros(
             round_up(len(blocks), 4), dtype=torch.uint8, device=self.row_errors.device
         )

@@ -71,7 +71,7 @@ def option_lines(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether equal values read equal on every rank; a function does not, nor does a tensor."""
+    """Say whether equal values read equal on every rank; a function does not, nor does a tensor."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)

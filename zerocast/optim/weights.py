@@ -268,7 +268,7 @@ def check_same_optimizer(
 
 
 def _stored(weight: Weight, recipes: Mapping[int, str]) -> str:
-    """How it is stored; ``recipes`` are the texts of all recipes."""
+    """Say how it is stored; ``recipes`` are the texts of all recipes."""
     storage = weight.storage
     if storage is None:
         return str(weight.param.dtype)

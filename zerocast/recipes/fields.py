@@ -19,13 +19,13 @@ _DEPTH = 8
 
 
 def recipe_fields(recipe: Recipe) -> dict[str, str]:
-    """Every field of ``recipe``, defaults too; a function as its name and a digest."""
+    """Return every field of ``recipe``, defaults too; a function as its name and a digest."""
     return {field.name: _text(getattr(recipe, field.name)) for field in fields(recipe)}
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """The recipe as a short text that is the same on every rank: without addresses of functions,
-    which are a process's own.
+    """Return the recipe as a short text that is the same on every rank: without addresses of
+    functions, which are a process's own.
     """
     return _without_addresses(repr(recipe))
 
@@ -38,7 +38,7 @@ def _text(value: Any) -> str:
 
 
 def _parts(value: Any, depth: int) -> str:
-    """What of ``value`` can be compared."""
+    """Return what of ``value`` can be compared."""
     if not depth:
         return ""
     parts: list[Any]

@@ -57,7 +57,7 @@ class Format(str, Enum):
 
     @classmethod
     def of(cls, value: Format | str) -> Format:
-        """The member that ``value`` is or names.
+        """Return the member that ``value`` is or names.
 
         Raises:
             InputError: where there is none.

@@ -35,7 +35,7 @@ RECIPES: dict[str, type[Recipe]] = {
 def as_recipe(
     recipe: Recipe | str, *, names: Mapping[str, Recipe] | None = None, what: str = "recipe"
 ) -> Recipe:
-    """The scheme that an argument means: itself, or the one of that name.
+    """Return the scheme that an argument means: itself, or the one of that name.
 
     Args:
         recipe: as it was given.
@@ -59,7 +59,7 @@ def as_recipe(
 
 
 def recipe_from_text(text: str) -> Recipe:
-    """The recipe whose :attr:`Recipe.text` this is.
+    """Return the recipe whose :attr:`Recipe.text` this is.
 
     Raises:
         InputError: where it is that of none.

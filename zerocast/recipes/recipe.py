@@ -45,8 +45,8 @@ class BufferSpec:
 
 
 def fixed(value: Any, reason: str) -> Any:
-    """A field that TransformerEngine's users pass and that means one thing here: only ``value`` is
-    taken, for the ``reason`` given.
+    """Return a field that TransformerEngine's users pass and that means one thing here: only
+    ``value`` is taken, for the ``reason`` given.
     """
     return field(default=value, repr=False, metadata={"reason": reason})
 
@@ -101,7 +101,7 @@ class Recipe(ABC):
         check_fields(self)
 
     def __str__(self) -> str:
-        """The class, and the fields that are not its defaults."""
+        """Return the class, and the fields that are not its defaults."""
         own = ((each, getattr(self, each.name)) for each in fields(self))
         given = (f"{each.name}={value!r}" for each, value in own if value != each.default)
         return f"{type(self).__name__}({', '.join(given)})"
@@ -110,37 +110,37 @@ class Recipe(ABC):
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether this is :class:`zerocast.DelayedScaling`."""
+        """Say whether this is :class:`zerocast.DelayedScaling`."""
         return cls.scheme == "delayed"
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether this is :class:`zerocast.Float8CurrentScaling`."""
+        """Say whether this is :class:`zerocast.Float8CurrentScaling`."""
         return cls.scheme == "current"
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether it is one of these two."""
+        """Say whether it is one of these two."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether this is :class:`zerocast.Float8BlockScaling`."""
+        """Say whether this is :class:`zerocast.Float8BlockScaling`."""
         return cls.scheme == "block"
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether this is :class:`zerocast.MXFP8BlockScaling`."""
+        """Say whether this is :class:`zerocast.MXFP8BlockScaling`."""
         return cls.scheme == "mxfp8"
 
     @classmethod
     def mxfp4(cls) -> bool:
-        """Whether this is :class:`zerocast.MXFP4BlockScaling`."""
+        """Say whether this is :class:`zerocast.MXFP4BlockScaling`."""
         return cls.scheme == "mxfp4"
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether this is :class:`zerocast.NVFP4BlockScaling`."""
+        """Say whether this is :class:`zerocast.NVFP4BlockScaling`."""
         return cls.scheme == "nvfp4"
 
     # --- what a scheme states ---
@@ -167,7 +167,7 @@ class Recipe(ABC):
         self._check_elements(shape, "one dimension or more")
 
     def scale_layout(self, grid: BlockGrid) -> ScaleLayout:
-        """How the scales of ``grid`` are stored, rowwise ones and those of the transpose."""
+        """Say how the scales of ``grid`` are stored, rowwise ones and those of the transpose."""
         return ScaleLayout(grid)
 
     @property
@@ -176,18 +176,18 @@ class Recipe(ABC):
         return self.block
 
     def columnwise_scale_layout(self, grid: BlockGrid) -> ScaleLayout:
-        """How the columnwise scales are stored."""
+        """Say how the columnwise scales are stored."""
         return self.scale_layout(grid)
 
     def own_buffers(self) -> dict[str, BufferSpec]:
-        """What a weight stores beside codes and block scales, by name: ``amax``, and what
+        """Return what a weight stores beside codes and block scales, by name: ``amax``, and what
         :attr:`state` names.
         """
         return {}
 
     def of_activations(self, *, gradients: bool) -> dict[str, Any]:
-        """The fields of :meth:`for_role` that differ for inputs and outputs of layers, or with
-        ``gradients`` for the gradients of these.
+        """Return the fields of :meth:`for_role` that differ for inputs and outputs of layers, or
+        with ``gradients`` for the gradients of these.
         """
         return {}
 
@@ -204,7 +204,7 @@ class Recipe(ABC):
     # --- what follows from it ---
 
     def for_role(self, role: Role) -> Recipe:
-        """The recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
+        """Return the recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
         if role == "weight":
             return self
         gradients = role in ("grad_output", "grad_input")
@@ -212,13 +212,13 @@ class Recipe(ABC):
         return replace(self, **own | self.of_activations(gradients=gradients))
 
     def stack_of(self, shape: Sequence[int]) -> torch.Size:
-        """The leading dimensions of a weight of ``shape`` that is a stack of matrices; none of one
-        that is quantized as one tensor.
+        """Return the leading dimensions of a weight of ``shape`` that is a stack of matrices; none
+        of one that is quantized as one tensor.
         """
         return torch.Size(shape[:-2] if self.per_matrix else ())
 
     def planes(self, shape: Sequence[int], *, columnwise: bool = True) -> tuple[Plane, ...]:
-        """The rowwise plane of a weight of ``shape``, or of each matrix of a stack; with
+        """Return the rowwise plane of a weight of ``shape``, or of each matrix of a stack; with
         ``columnwise`` the other one, too.
         """
         shape = shape[len(self.stack_of(shape)) :]
@@ -234,8 +234,8 @@ class Recipe(ABC):
         return rowwise, Plane("columnwise", source, block, layout)
 
     def buffers(self, shape: Sequence[int], *, columnwise: bool) -> dict[str, BufferSpec]:
-        """Every tensor that a weight of ``shape`` stores, by name; with or without the columnwise
-        copy.
+        """Return every tensor that a weight of ``shape`` stores, by name; with or without the
+        columnwise copy.
 
         The names are the attributes of the weight: ``rowwise_data``, ``rowwise_scale_inv``,
         ``columnwise_data``, ``columnwise_scale_inv``, ``amax``, and those of :attr:`state`. Codes
@@ -301,17 +301,19 @@ class Recipe(ABC):
         return None
 
     def round_to(self, dtype: torch.dtype) -> torch.dtype:
-        """What a master element is rounded to first, for a weight of nominal dtype ``dtype``."""
+        """Return what a master element is rounded to first, for a weight of nominal dtype
+        ``dtype``.
+        """
         return dtype if self.round_master else torch.float32
 
     def delayed_state(self, buffers: Buffers) -> DelayedState | None:
-        """What a weight remembers under delayed scaling."""
+        """Return what a weight remembers under delayed scaling."""
         if "amax_history" not in buffers:
             return None
         return DelayedState(*(buffers[name] for name in ("scale", "cast_scale", "amax_history")))
 
     def rounding(self, buffers: Buffers) -> Rounding | None:
-        """What a weight remembers under stochastic rounding."""
+        """Return what a weight remembers under stochastic rounding."""
         counter = buffers.get("rounding_counter")
         return None if counter is None else Rounding(counter)
 

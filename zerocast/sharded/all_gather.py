@@ -164,7 +164,7 @@ class LowBitAllGather:
         """
         remedy = (
             "convert with the recipe that it was saved under, or take the layer's 'weight_state' "
-            "out of the state dict to start anew"
+            "out of the state dict to start without it"
         )
         check_state(self.name, self.recipe, self.state, state, remedy)
         for name, tensor in self.state.items():

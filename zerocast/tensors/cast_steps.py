@@ -167,14 +167,14 @@ class CastSteps:
 def _read_once(
     storage: QuantizedStorage, operand: TensorOperand, backend: Backend
 ) -> TensorOperand:
-    """The operand with what one pass measures and casts of it."""
+    """Return the operand with what one pass measures and casts of it."""
     whole = whole_rows_of(storage, operand, backend)
     return replace(operand, whole=whole) if whole else operand
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:
-    """What one pass of ``backend`` measures and casts of an operand: rows of blocks that no other
-    rank has a part in, under scales that belong to blocks alone.
+    """Return what one pass of ``backend`` measures and casts of an operand: rows of blocks that no
+    other rank has a part in, under scales that belong to blocks alone.
     """
     recipe = storage.recipe
     if recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes():

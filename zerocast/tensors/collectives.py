@@ -180,7 +180,7 @@ class PendingCollective(torch.distributed.Work):
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that were written."""
+        """Return the tensors that were written."""
         return [tensor for tensor, _ in self._destinations]
 
     def get_future(self) -> Any:
@@ -217,8 +217,8 @@ class PendingCollective(torch.distributed.Work):
 
 
 def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> QuantizedStorage:
-    """The storage that receives the bytes for ``tensor``: its own, or for a plain one a copy of
-    ``like``'s one.
+    """Return the storage that receives the bytes for ``tensor``: its own, or for a plain one a copy
+    of ``like``'s one.
     """
     if isinstance(tensor, QuantizedTensor):
         return tensor.quantized_storage
@@ -227,7 +227,7 @@ def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> Quantized
 
 
 def _pack(storage: QuantizedStorage) -> torch.Tensor:
-    """All that has to be sent of a weight, uint8."""
+    """Return all that has to be sent of a weight, uint8."""
     parts = [_digest(storage), *map(_as_bytes, storage.originals.values())]
     padding = storage.shape.numel() * storage.dtype.itemsize + 1 - sum(map(len, parts))
     parts.append(torch.zeros(max(0, padding), dtype=torch.uint8, device=storage.device))

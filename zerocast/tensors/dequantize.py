@@ -102,7 +102,7 @@ def _(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tens
 
 
 def _to_text(numerics: Numerics, layout: ScaleLayout) -> str:
-    """What of ``numerics`` a decoding needs, and ``layout``."""
+    """Return what of ``numerics`` a decoding needs, and ``layout``."""
     options = {"scale_max": numerics.scale_max} if isinstance(numerics, NVFP4Numerics) else {}
     return json.dumps([type(numerics).__name__, numerics.fmt.name, options, asdict(layout)])
 

@@ -91,7 +91,7 @@ class DequantizedView(torch.Tensor):
     data_ptr = storage = __dlpack__ = refuse_memory
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """A plain copy: who asks for this may read memory past torch, as collectives do."""
+        """Return a plain copy: who asks for this may read memory past torch, as collectives do."""
         return self.value.clone(memory_format=memory_format)
 
     def numpy(self, *, force: bool = False) -> Any:

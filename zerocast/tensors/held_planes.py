@@ -131,12 +131,12 @@ class HeldPlanes:
         return blocks + (not self.recipe.has_one_block)
 
     def spans_tp_shards(self, plane: Plane) -> bool:
-        """Whether blocks of ``plane`` reach across the other shards of the whole weight."""
+        """Say whether blocks of ``plane`` reach across the other shards of the whole weight."""
         return self.tp_shard is not None and plane.spans(self.tp_shard.dim)
 
     def shared_amaxes(self) -> list[range]:
-        """The entries of :attr:`amax_slots` that are amaxes over other shards of the whole weight,
-        too; none of a weight that is no tensor-parallel shard.
+        """Return the entries of :attr:`amax_slots` that are amaxes over other shards of the whole
+        weight, too; none of a weight that is no tensor-parallel shard.
         """
         if self.tp_shard is None:
             return []

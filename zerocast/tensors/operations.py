@@ -62,7 +62,7 @@ def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     aten.split.Tensor, aten.split_with_sizes.default,
 )  # fmt: skip
 def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """An alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``).
+    """Return an alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``).
 
     Everything else is values. Fewer rows, too: they share scales with the rows around them, so
     they could not be written as a weight of their own.
@@ -104,7 +104,7 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> torch.Tensor:
 
 
 def _converts_module() -> bool:
-    """Whether ``Module._apply`` is under way, by which modules change device and dtype."""
+    """Say whether ``Module._apply`` is under way, by which modules change device and dtype."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.nn.Module._apply.__code__:
@@ -150,8 +150,8 @@ def _copy_(
 
 
 def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
-    """Whether ``source`` is what ``into`` holds, to the bit: then a copy writes nothing, so that
-    wrappers that copy a model's values over themselves (torch's DistributedDataParallel) leave
+    """Say whether ``source`` is what ``into`` holds, to the bit: then a copy writes nothing, so
+    that wrappers that copy a model's values over themselves (torch's DistributedDataParallel) leave
     codes, state, version and initial value as they are.
 
     Collective where a cast of ``into`` is: all ranks of its group write, or none.
@@ -239,8 +239,8 @@ def _zero_(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     aten.new_empty_strided.default,
 )  # fmt: skip
 def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor: only shape, dtype and device are taken from the weight. But what takes the
-    place of a weight on the meta device (``Module.to_empty``) is a weight, unfilled.
+    """Return a plain tensor: only shape, dtype and device are taken from the weight. But what takes
+    the place of a weight on the meta device (``Module.to_empty``) is a weight, unfilled.
     """
     device = torch.device(kwargs.get("device") or tensor.device)
     if func is aten.empty_like.default and tensor.device.type == "meta" and device.type != "meta":
@@ -251,7 +251,7 @@ def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> t
 
 @_implements(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor; refused where it would be FSDP2's shard of the weight, for which
+    """Return a plain tensor; refused where it would be FSDP2's shard of the weight, for which
     ``fully_shard`` asks in no other way.
     """
     frame = sys._getframe(2)  # who called torch, but for modes of torch in between

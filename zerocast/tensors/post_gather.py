@@ -33,8 +33,8 @@ def prepare_rebuild(
     backend: Backend | None = None,
     cast: Mapping[QuantizedStorage, TensorOperand] = MappingProxyType({}),
 ) -> list[Launch]:
-    """The launches that make the derived copies of weights as long as their buffers stay where they
-    are: one for each recipe and device, by ``backend`` or the device's own.
+    """Return the launches that make the derived copies of weights as long as their buffers stay
+    where they are: one for each recipe and device, by ``backend`` or the device's own.
 
     Operands of their ``cast`` serve where there are some: they hold the same codes, unless the cast
     writes them elsewhere.
@@ -65,7 +65,8 @@ def prepare_expansion(
     compact: Mapping[int, Mapping[str, torch.Tensor]],
     backend: Backend,
 ) -> list[Launch]:
-    """The launches that make stored scales from gathered ones, one a block: one for each recipe.
+    """Return the launches that make stored scales from gathered ones, one a block: one for each
+    recipe.
 
     Args:
         storages: the weights, on one device.

@@ -106,7 +106,7 @@ def empty(
     name: str | None = None,
     tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedTensor:
-    """An unfilled quantized weight: every code and every scale is 0, so it decodes to zeros.
+    """Return an unfilled quantized weight: every code and every scale is 0, so it decodes to zeros.
 
     Args:
         shape: the nominal shape.
@@ -218,7 +218,7 @@ def quantize_into(
 
 
 def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
-    """What the blocks of a whole weight choose their scales by; None where they choose none."""
+    """Return what the blocks of a whole weight choose their scales by; None where they choose none."""
     if not storage.recipe.chooses_scales:
         return None
     uncut = SharedBlocks()
@@ -253,8 +253,8 @@ def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
 
 
 def plain_master(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``source`` in memory that a backend can read: contiguous FP32, BF16 or FP16; itself where it
-    is that.
+    """Return ``source`` in memory that a backend can read: contiguous FP32, BF16 or FP16; itself
+    where it is that.
     """
     if type(source) in (torch.Tensor, torch.nn.Parameter):
         dtype = source.dtype if source.dtype in NOMINAL_DTYPES else torch.float32

@@ -152,7 +152,7 @@ class QuantizedTensor(WeightData):
         return self
 
     def is_shared(self) -> bool:
-        """Whether :meth:`share_memory_` has been called, or the device shares anyway."""
+        """Say whether :meth:`share_memory_` has been called, or the device shares anyway."""
         return all(buffer.is_shared() for buffer in self.quantized_storage.buffers.values())
 
     # --- copying and saving ---
@@ -182,7 +182,7 @@ class QuantizedTensor(WeightData):
     # --- torch.compile ---
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype, tuple[str, ...]]]:
-        """The buffers, and what they mean.
+        """Return the buffers, and what they mean.
 
         Raises:
             StaleCopyError: between a cast and its post-all-gather processing, as a layer's forward.
@@ -198,7 +198,7 @@ class QuantizedTensor(WeightData):
         outer_size: Any,
         outer_stride: Any,
     ) -> QuantizedTensor:
-        """A weight of buffers that torch.compile made.
+        """Return a weight of buffers that torch.compile made.
 
         Raises:
             InputError: where they are not those of such a weight.
@@ -208,7 +208,7 @@ class QuantizedTensor(WeightData):
 
 
 def restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
-    """A weight around ``storage``, as unpickling and deepcopy make it.
+    """Return a weight around ``storage``, as unpickling and deepcopy make it.
 
     Raises:
         InputError: where it is no storage.

@@ -60,7 +60,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 def _raw_data(
     argument: str, storage: QuantizedStorage, name: str, given: torch.Tensor
 ) -> torch.Tensor:
-    """``given`` in the shape of the buffer ``name``."""
+    """Return ``given`` in the shape of the buffer ``name``."""
     old = storage.buffers[name]
     problem = why_unusable(given, (torch.uint8,), old.device)
     if problem is None and given.shape not in (old.shape, (old.numel(),)):

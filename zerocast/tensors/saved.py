@@ -51,7 +51,7 @@ def restore_storage(
     amax_group: str | None,
     tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedStorage:
-    """The storage that was saved.
+    """Return the storage that was saved.
 
     Raises:
         InputError: where a buffer, or anything else, is not what a weight of this recipe has.
@@ -75,7 +75,7 @@ def checked_storage(
     buffers: dict[str, torch.Tensor],
     tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedStorage:
-    """A storage of ``buffers``, which may come from anywhere.
+    """Return a storage of ``buffers``, which may come from anywhere.
 
     Raises:
         InputError: where they are not the buffers of such a weight.
@@ -104,7 +104,7 @@ def _checked_recipe(recipe: Any) -> Recipe:
 
 
 def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
-    """A new ``tp_shard``, without a group.
+    """Return a new ``tp_shard``, without a group.
 
     Raises:
         InputError: where it is none.

@@ -218,6 +218,6 @@ class Writes:
         return max(self._own_rebuilt_at, *by_plans, 0)
 
     def _stale(self) -> list[CastVersion]:
-        """The versions that have ticked since the derived copies were made."""
+        """Return the versions that have ticked since the derived copies were made."""
         rebuilt = self._rebuilt_at
         return [v for v, since in self._watched.items() if v.ticked_at > max(rebuilt, since)]

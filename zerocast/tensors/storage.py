@@ -87,7 +87,7 @@ class QuantizedStorage(HeldPlanes):
         state: bool = True,
         tp_shard: TensorParallelShard | None = None,
     ) -> QuantizedStorage:
-        """An unfilled storage: every buffer holds its fill value (codes 0, padding right).
+        """Return an unfilled storage: every buffer holds its fill value (codes 0, padding right).
 
         Without ``state`` it does not hold what its recipe remembers, and without ``rowwise`` only
         what reading the columnwise codes needs; see :meth:`whole`.
@@ -99,7 +99,7 @@ class QuantizedStorage(HeldPlanes):
         return cls(shape, dtype, recipe, buffers, tp_shard)
 
     def whole(self, state: Mapping[str, torch.Tensor]) -> QuantizedStorage:
-        """What a cast writes: these buffers, ``state``, and scratch for the rest.
+        """Return what a cast writes: these buffers, ``state``, and scratch for the rest.
 
         Raises:
             InputError: where the recipe remembers something that is in neither.
@@ -276,7 +276,7 @@ class QuantizedStorage(HeldPlanes):
         return self._writes.rebuild_on_use
 
     def derived(self, name: str) -> torch.Tensor:
-        """The columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
+        """Return the columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
         self.require_scales()
         if self.is_stale:
             raise StaleCopyError(
@@ -302,7 +302,7 @@ class QuantizedStorage(HeldPlanes):
     def to(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> QuantizedStorage:
-        """The same bytes in buffers of its own, on ``device``, under the nominal ``dtype``.
+        """Return the same bytes in buffers of its own, on ``device``, under the nominal ``dtype``.
 
         The copy is stale where this storage is; its plans stay behind. The high-precision initial
         value is shared, because it is only read.
@@ -322,7 +322,7 @@ class QuantizedStorage(HeldPlanes):
         self._writes.take_over(rebuild_on_use)
 
     def materialized(self, device: torch.device) -> QuantizedStorage:
-        """An unfilled storage like this one, which is on the meta device, on ``device``."""
+        """Return an unfilled storage like this one, which is on the meta device, on ``device``."""
         made = QuantizedStorage.empty(
             self.shape, self.dtype, self.recipe, device, columnwise=self.has_columnwise,
             rowwise=self.has_rowwise, state=self.is_whole, tp_shard=self.tp_shard,

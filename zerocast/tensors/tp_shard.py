@@ -141,7 +141,7 @@ class TensorParallelShard:
         return tensor.narrow(0, self.start // self._step, self.size // self._step)
 
     def require_comm(self) -> Communicator:
-        """The group.
+        """Return the group.
 
         Raises:
             InputError: where the shard was unpickled.
@@ -184,9 +184,9 @@ class TensorParallelShard:
                 )
 
     def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
-        """Which entries of the shard's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes over
-        other shards, too: of blocks that reach across shards, and the tensor's where scales depend
-        on it. The same on all ranks, but for where in its buffer a rank has them.
+        """Say which entries of the shard's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes
+        over other shards, too: of blocks that reach across shards, and the tensor's where scales
+        depend on it. The same on all ranks, but for where in its buffer a rank has them.
         """
         ranges, at = [], 0
         for plane in _cast_planes(recipe, self.shape, columnwise=columnwise):
@@ -216,7 +216,7 @@ class TensorParallelShard:
         return f"{lines} of {tuple(self.whole)}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The place without the group."""
+        """Return the place without the group."""
         return TensorParallelShard, (self.whole, self.dim, self.start, self.size, None)
 
     def __deepcopy__(self, memo: object) -> TensorParallelShard:
@@ -224,7 +224,7 @@ class TensorParallelShard:
 
 
 def _cast_planes(recipe: Recipe, shape: Sequence[int], *, columnwise: bool) -> list[Plane]:
-    """The planes that have amaxes of their own, in the order of the amax buffer."""
+    """Return the planes that have amaxes of their own, in the order of the amax buffer."""
     return [plane for plane in recipe.planes(shape, columnwise=columnwise) if plane.is_cast]
 
 

@@ -107,7 +107,7 @@ class WeightData(torch.Tensor):
         return self._remembered("rounding_counter")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The value as a plain tensor of ``dtype``, by default the nominal one.
+        """Return the value as a plain tensor of ``dtype``, by default the nominal one.
 
         The rowwise codes' value, or the columnwise ones' where only those are there. No gradient
         flows through it; torch's own operations on the weight have one.
@@ -189,7 +189,7 @@ class WeightData(torch.Tensor):
         return self.quantized_storage.buffers[name]
 
     def _columnwise(self, name: str, shared: str) -> torch.Tensor:
-        """The buffer ``name``, or the one that serves both copies where there is none."""
+        """Return the buffer ``name``, or the one that serves both copies where there is none."""
         self._require_columnwise(name)
         storage = self.quantized_storage
         return storage.derived(name if name in storage.buffers else shared)

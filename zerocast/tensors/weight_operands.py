@@ -33,7 +33,7 @@ class Amaxes:
 
     @classmethod
     def whole(cls, storage: QuantizedStorage, amax: torch.Tensor) -> Amaxes:
-        """All amaxes of a weight in ``amax``, int32 [storage.amax_slots]."""
+        """Return all amaxes of a weight in ``amax``, int32 [storage.amax_slots]."""
         return cls(amax[-1:], block_amaxes(storage, amax, amax[-1:]), {})
 
 
@@ -65,7 +65,7 @@ def tensor_operand(
     advances: bool = True,
     judges_amaxes: bool = False,
 ) -> TensorOperand:
-    """A weight, without what is cast from the transposed tensor.
+    """Return a weight, without what is cast from the transposed tensor.
 
     Args:
         storage: the weight's bytes.
@@ -112,8 +112,8 @@ def tensor_operand(
 
 
 def scale_operand(operand: TensorOperand, own: Mapping[str, OwnScales]) -> TensorOperand:
-    """The weight of ``operand`` as its scales are made where some travel between ranks: of the
-    planes in ``own``, by name, this rank makes its own scales alone, and those that are derived
+    """Return the weight of ``operand`` as its scales are made where some travel between ranks: of
+    the planes in ``own``, by name, this rank makes its own scales alone, and those that are derived
     from them are expanded after the gather.
     """
     if not own:
@@ -132,8 +132,8 @@ def scale_operand(operand: TensorOperand, own: Mapping[str, OwnScales]) -> Tenso
 
 
 def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> PlaneBuffers:
-    """A plane of one row that holds this rank's scales one a block; without ``scale_inv`` where it
-    makes none.
+    """Return a plane of one row that holds this rank's scales one a block; without ``scale_inv``
+    where it makes none.
     """
     assert buffers.block_amax is not None
     grid = BlockGrid(1, max(len(own.blocks), 1), 1, 1)
@@ -149,8 +149,8 @@ def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> P
 def expand_operand(
     storage: QuantizedStorage, compact: Mapping[str, torch.Tensor]
 ) -> TensorOperand | None:
-    """The stored scales of a weight that are made from its ``compact`` ones, one a block, by the
-    name of the plane that these belong to; None where there are none.
+    """Return the stored scales of a weight that are made from its ``compact`` ones, one a block, by
+    the name of the plane that these belong to; None where there are none.
     """
     planes = []
     for plane in storage.planes:
@@ -163,15 +163,15 @@ def expand_operand(
 
 
 def _amaxes_of(plane: Plane) -> str:
-    """The name of the plane whose amaxes a plane's scales are made from."""
+    """Return the name of the plane whose amaxes a plane's scales are made from."""
     return plane.name if plane.is_cast else "rowwise"
 
 
 def transposed_operand(
     storage: QuantizedStorage, plane: Plane, slot: int, amax: torch.Tensor
 ) -> TensorOperand:
-    """The transposed tensor, whose master is at ``slot``: what is cast into ``plane``. Its rows are
-    whole bytes.
+    """Return the transposed tensor, whose master is at ``slot``: what is cast into ``plane``. Its
+    rows are whole bytes.
     """
     buffers, whole = storage.buffers, plane.in_whole_bytes(storage.form.numerics.fmt.bits)
     amaxes = block_amaxes(storage, amax, amax[-1:])
@@ -188,8 +188,8 @@ def transposed_operand(
 
 
 def decoded_operand(storage: QuantizedStorage, plane: Plane, values: torch.Tensor) -> TensorOperand:
-    """The codes of ``plane``, and the FP32 tensor of the matrix of its grid that receives their
-    values.
+    """Return the codes of ``plane``, and the FP32 tensor of the matrix of its grid that receives
+    their values.
     """
     rowwise, buffers = storage.planes[0], storage.buffers
     codes = buffers[plane.codes_name if plane.stores_codes else rowwise.codes_name]

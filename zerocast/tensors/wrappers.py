@@ -40,14 +40,14 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``func`` gives as the operations that it is made of; NotImplemented where it is not made
-    of others, and outside of inference mode.
+    """Return what ``func`` gives as the operations that it is made of; NotImplemented where it is
+    not made of others, and outside of inference mode.
     """
     return func.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 
 
 def inference_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """The mode in which views of ``tensor`` have to be made: of inference if it was."""
+    """Return the mode in which views of ``tensor`` have to be made: of inference if it was."""
     if not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(tensor.is_inference())

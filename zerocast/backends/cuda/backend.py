@@ -243,8 +243,8 @@ class CudaBackend(ReferenceBackend):
         visited: Callable[[TensorOperand], Sequence[Extent]],
         masters: Masters,
     ) -> Launch:
-        """The launch of a kernel that reads of each master what is ``visited``, over the shape of
-        tiles that serves them.
+        """Return the launch of a kernel that reads of each master what is ``visited``, over the
+        shape of tiles that serves them.
         """
         kinds: dict[tuple[BlockGrid, BlockGrid | None, tuple[Extent, ...]], int] = {}
         shards, of_shards = list[TensorOperand](), array("q")
@@ -267,7 +267,7 @@ class CudaBackend(ReferenceBackend):
         cuts: Cuts,
         masters: Masters,
     ) -> Launch:
-        """The launch over ``shards``, none of them empty, seen under ``grids``."""
+        """Return the launch over ``shards``, none of them empty, seen under ``grids``."""
         if not shards:
             return nothing
         table = self._tables.masters(masters)
@@ -314,7 +314,7 @@ class CudaBackend(ReferenceBackend):
 
 
 def _squared(numerics: NVFP4Numerics) -> tuple[str]:
-    """The template's argument of the kernels that choose: whether errors are squared."""
+    """Return the template's argument of the kernels that choose: whether errors are squared."""
     return ("true" if numerics.four_over_six == "mse" else "false",)
 
 

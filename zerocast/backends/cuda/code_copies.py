@@ -31,7 +31,7 @@ def copy_codes(
     *,
     into_weights: bool,
 ) -> LaunchOn:
-    """The launch of :meth:`zerocast.numerics.Backend.stage_codes`, or ``store_codes``."""
+    """Return the launch of :meth:`zerocast.numerics.Backend.stage_codes`, or ``store_codes``."""
     rows = [[address(copy.codes), copy.staged, len(copy.codes), 0] for copy in copies]
     sizes = [row[2] for row in rows]
     for byte in shared:

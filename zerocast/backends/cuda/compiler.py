@@ -28,8 +28,8 @@ REMEDY = "pip install 'zerocast[cuda]'"
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What to compile for: (9, 0) -> ``"sm_90"``; from (10, 0) on with the architecture's own
-    instructions, ``"sm_100a"``.
+    """Return what to compile for: (9, 0) -> ``"sm_90"``; from (10, 0) on with the architecture's
+    own instructions, ``"sm_100a"``.
 
     Raises:
         BackendError: for a GPU that is too old.
@@ -101,7 +101,7 @@ def compile_text(
 
 
 def cache_key(kernel: Kernel, arch: str) -> str:
-    """A name for the kernel's cubin: a hash of all that shapes it.
+    """Return a name for the kernel's cubin: a hash of all that shapes it.
 
     Raises:
         BackendError: where CuPy, NVRTC or the sources are missing.
@@ -118,7 +118,7 @@ def cache_key(kernel: Kernel, arch: str) -> str:
 def compiled(
     kernel: Kernel, arch: str, cache: Path | None = None, *, afresh: bool = False
 ) -> tuple[str, bytes]:
-    """The kernel's name in its cubin, and the cubin: from the cache, or compiled and kept.
+    """Return the kernel's name in its cubin, and the cubin: from the cache, or compiled and kept.
 
     Args:
         kernel: which.

@@ -44,13 +44,13 @@ class Cuts:
 
     @classmethod
     def of(cls, weights: Iterable[Way]) -> Cuts:
-        """Those of weights that are cut in these ways."""
+        """Return those of weights that are cut in these ways."""
         places: dict[Way, int] = {}
         of_weights = array("q", (places.setdefault(way, len(places)) for way in weights))
         return cls(tuple(places), of_weights)
 
     def tiles(self) -> torch.Tensor:
-        """The tiles of all weights, of each in the order of its cuts; int64 [tiles, 4].
+        """Return the tiles of all weights, of each in the order of its cuts; int64 [tiles, 4].
 
         The cuts of one launch are made by one function, all at once.
         """
@@ -72,7 +72,7 @@ class Cuts:
 
 
 def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-    """Whether partial_amax_cast.cu takes planes in these blocks."""
+    """Say whether partial_amax_cast.cu takes planes in these blocks."""
     (first, *others), side = grids, ONE_READ.get(type(numerics))
     if first.block_w != side or first.block_h not in (1, side) or first.cols >= tiling.MAX_COLS:
         return False
@@ -83,7 +83,7 @@ def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
 def by_blocks(
     operands: Operands,
 ) -> dict[tuple[int, int], list[TensorOperand]]:
-    """Those with rows of whole blocks, by the height and width of a block."""
+    """Return those with rows of whole blocks, by the height and width of a block."""
     found: dict[tuple[int, int], list[TensorOperand]] = {}
     for operand in operands:
         if operand.whole:
@@ -93,8 +93,8 @@ def by_blocks(
 
 
 def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
-    """What partial_amax_cast.cu is instantiated with for blocks of this height and width, beside
-    the numerics; the threads of a block.
+    """Return what partial_amax_cast.cu is instantiated with for blocks of this height and width,
+    beside the numerics; the threads of a block.
     """
     height, side = blocks
     template = str(side), "true" if height == side else "false"
@@ -104,9 +104,9 @@ def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
 def tiled(
     planes: Sequence[tuple[BlockGrid, BlockGrid | None, Sequence[Extent]]],
 ) -> tuple[str, list[BlockGrid], list[Way]]:
-    """The shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by their
-    grids, second ones, and the elements that are visited; the grids as tiles see them; the cuts.
-    Weights that are alike in all three need be given but once.
+    """Return the shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by
+    their grids, second ones, and the elements that are visited; the grids as tiles see them; the
+    cuts. Weights that are alike in all three need be given but once.
 
     One launch has one shape of tiles, so that its number does not depend on the weights.
     """
@@ -138,7 +138,7 @@ def tiled(
 
 
 def all_of(shard: TensorOperand) -> tuple[Extent, ...]:
-    """The elements of a shard."""
+    """Return the elements of a shard."""
     return (shard.extent,)
 
 
@@ -151,18 +151,18 @@ def not_whole(shard: TensorOperand) -> tuple[Extent, ...]:
 
 
 def second_grid(shard: TensorOperand) -> BlockGrid | None:
-    """The blocks of a second plane that is cast."""
+    """Return the blocks of a second plane that is cast."""
     planes = shard.cast_planes
     return planes[1].plane.grid if len(planes) > 1 else None
 
 
 def scale_cuts(planes: Sequence[PlaneBuffers]) -> Way:
-    """How the stored planes of a weight are cut."""
+    """Say how the stored planes of a weight are cut."""
     return tuple(scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes))
 
 
 def scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:
-    """How a stored plane is cut: by the stored rows of a block."""
+    """Say how a stored plane is cut: by the stored rows of a block."""
     repeat = layout.col_repeat if layout.transposed else layout.row_repeat
     rows, cols = layout.shape
     return tiling.plane_tiles, plane, (ceil_div(rows, repeat), cols), tile

@@ -17,7 +17,9 @@ from zerocast.numerics import INFINITY_BITS, Float8DelayedNumerics, Launch, Oper
 
 
 def scales_by_callable(numerics: Float8DelayedNumerics, operands: Operands) -> Launch:
-    """The launch that makes each weight's next scale, after the kernel has moved the histories."""
+    """Return the launch that makes each weight's next scale, after the kernel has moved the
+    histories.
+    """
     assert callable(numerics.amax_compute_algo)
     scaled_max = math.ldexp(numerics.fmt.max, -numerics.margin)
 

@@ -57,7 +57,7 @@ multiprocessor. Those side by side read the same rows for their statistics."""
 def fused_op(
     launcher: Launcher, address: Address, numerics: Numerics | None, target: FusedOperand
 ) -> Launch:
-    """The launches of :meth:`zerocast.numerics.Backend.fused_op`."""
+    """Return the launches of :meth:`zerocast.numerics.Backend.fused_op`."""
     if target.rows == 0:
         return nothing
     assert numerics is None or can_fuse(numerics)
@@ -105,8 +105,9 @@ def fused_op(
 
 
 def _sides(plane: Plane) -> tuple[int, int]:
-    """The logarithms of a block's height and width in the result, :data:`SPANS` where a block is as
-    long as the matrix: along each dimension a block lies inside of a tile or spans the matrix.
+    """Return the logarithms of a block's height and width in the result, :data:`SPANS` where a
+    block is as long as the matrix: along each dimension a block lies inside of a tile or spans the
+    matrix.
     """
     grid = plane.grid.transposed() if plane.is_transposed else plane.grid
     sides = []
@@ -132,7 +133,7 @@ def _prepare(
     sides: list[tuple[int, int]],
     address: Address,
 ) -> tuple[Kernel, int, int, Arguments]:
-    """What one launch is given, which casts, or takes amaxes and writes the result in high
+    """Return what one launch is given, which casts, or takes amaxes and writes the result in high
     precision.
     """
     height = LOW

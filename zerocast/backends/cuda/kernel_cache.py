@@ -26,7 +26,9 @@ _ABANDONED = 3600.0
 
 
 def default_cache() -> Path | None:
-    """The user's cache directory (XDG), ``zerocast/kernels``; None for a user without a home."""
+    """Return the user's cache directory (XDG), ``zerocast/kernels``; None for a user without a
+    home.
+    """
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -35,7 +37,7 @@ def default_cache() -> Path | None:
 
 
 def kept(path: Path) -> bytes | None:
-    """What :func:`keep` wrote to ``path``; None where there is nothing whole of this user's."""
+    """Return what :func:`keep` wrote to ``path``; None where there is nothing whole of this user's."""
     try:
         if not _is_own(os.lstat(path.parent), stat.S_ISDIR):
             return None

@@ -84,7 +84,7 @@ class Kernel:
     template: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The C++ expression that names it."""
+        """Return the C++ expression that names it."""
         return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
 
 
@@ -106,9 +106,9 @@ class Launcher(Protocol):
     def capturing(self) -> bool: ...
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """A copy of a host table that kernels can read: it is there before any later launch, on
-        whatever stream, and nothing waits for it here. In a capture, it is there for the launches
-        of the same capture.
+        """Return a copy of a host table that kernels can read: it is there before any later launch,
+        on whatever stream, and nothing waits for it here. In a capture, it is there for the
+        launches of the same capture.
 
         Raises:
             BackendError: in a capture, for a table that cannot be recorded.

@@ -65,7 +65,7 @@ class Tables:
         others: Sequence[torch.Tensor] = (),
         buffers: int = 0,
     ) -> Callable[..., None]:
-        """The launch of ``kernel`` over the tiles that the weights are cut into, or over the
+        """Return the launch of ``kernel`` over the tiles that the weights are cut into, or over the
         weights themselves where ``cuts`` is None; it keeps alive what it points to.
 
         Prepared in a capture, it is for that capture only: its tables are written when the graph
@@ -109,7 +109,7 @@ class Tables:
         return launch
 
     def masters(self, masters: Masters) -> MasterTable:
-        """Where ``masters`` are, one table for all launches."""
+        """Return where ``masters`` are, one table for all launches."""
         with self._one_thread:
             known = self._masters.get(masters)
         if known is None:
@@ -120,7 +120,7 @@ class Tables:
         return known
 
     def lists(self, operands: Operands) -> Lists:
-        """The lists of candidates, one table for one launch."""
+        """Return the lists of candidates, one table for one launch."""
         candidates = [o.candidates for o in operands if o.candidates is not None]
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])
 
@@ -160,7 +160,7 @@ class Tables:
 
 
 def _table_of(rows: Iterable[list[int]]) -> tuple[array[int], int]:
-    """The rows end to end, and how many there are."""
+    """Return the rows end to end, and how many there are."""
     fields, count = array("q"), 0
     for row in rows:
         fields.fromlist(row)
@@ -177,7 +177,7 @@ class MasterTable:
         self.tensor = launcher.upload(masters.table)
 
     def place(self, masters: Masters, slot: int) -> int:
-        """Where a kernel finds the master of a slot."""
+        """Return where a kernel finds the master of a slot."""
         return masters.place(slot, self.tensor)
 
     def follow(self, masters: Masters) -> None:

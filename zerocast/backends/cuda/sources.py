@@ -9,7 +9,7 @@ from zerocast.errors import BackendError
 
 
 def cuda_sources() -> Path:
-    """The folder with ``arithmetic/`` and ``cuda/``.
+    """Return the folder with ``arithmetic/`` and ``cuda/``.
 
     A wheel carries it as ``zerocast/cuda_src``. In a checkout, installed editable or not, it stands
     beside the package.

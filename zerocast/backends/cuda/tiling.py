@@ -50,12 +50,12 @@ weight."""
 
 
 def tiled_grid(grid: BlockGrid) -> BlockGrid:
-    """The matrix as tiles see it: a weight of one block is one row, whatever its shape."""
+    """Return the matrix as tiles see it: a weight of one block is one row, whatever its shape."""
     return BlockGrid(1, grid.numel, 1, grid.numel) if grid.num_blocks == 1 else grid
 
 
 def side_of(block_h: int, block_w: int) -> tuple[int, int]:
-    """The rows and columns of a tile of such blocks."""
+    """Return the rows and columns of a tile of such blocks."""
     if block_h >= TILE_ROWS:
         return TILE_ROWS, TILE_COLS
     return 1, min(LONG_TILE_COLS, MAX_TILE_BLOCKS * block_w) // 4 * 4
@@ -64,7 +64,7 @@ def side_of(block_h: int, block_w: int) -> tuple[int, int]:
 def shard_tiles(
     weights: Sequence[int], grids: Sequence[BlockGrid], extents: Sequence[Extent]
 ) -> torch.Tensor:
-    """The tiles of each grid that hold elements of its extent, which is not empty.
+    """Return the tiles of each grid that hold elements of its extent, which is not empty.
 
     Rows of the table go along the matrix's rows, so neighbouring thread blocks read neighbouring
     memory.
@@ -93,8 +93,8 @@ def shard_tiles(
 
 
 def has_row_blocks(grid: BlockGrid, columnwise: BlockGrid | None) -> bool:
-    """Whether tiles of blocks of one row serve a weight: a tile cuts none of them but a single one,
-    and in the second plane blocks have one column.
+    """Say whether tiles of blocks of one row serve a weight: a tile cuts none of them but a single
+    one, and in the second plane blocks have one column.
     """
     width = grid.block_w
     whole = width in (16, 32, 64, 128) or width % ROW_BLOCK_TILE_COLS == 0 or width >= grid.cols
@@ -108,7 +108,7 @@ def row_block_tiles(
     heights: Sequence[int],
     extents: Sequence[Extent],
 ) -> torch.Tensor:
-    """The 32x256 tiles of each grid, which :func:`has_row_blocks`, that hold elements of its
+    """Return the 32x256 tiles of each grid, which :func:`has_row_blocks`, that hold elements of its
     extent.
 
     Args:
@@ -136,8 +136,8 @@ def row_block_tiles(
 def patch_tiles(
     weights: Sequence[int], grids: Sequence[BlockGrid], extents: Sequence[Extent]
 ) -> torch.Tensor:
-    """The tiles of patches of each grid that make up its extent: rows of whole blocks of 1x32,
-    32x32, 1x128 or 128x128.
+    """Return the tiles of patches of each grid that make up its extent: rows of whole blocks of
+    1x32, 32x32, 1x128 or 128x128.
 
     Returns:
         int64 [tiles, 4], the fields of ``PatchTile``.
@@ -175,7 +175,7 @@ def plane_tiles(
     shapes: Sequence[tuple[int, int]],
     tiles: Sequence[tuple[int, int]],
 ) -> torch.Tensor:
-    """The tiles of planes, or matrices, of these shapes; int64 [tiles, 4], the fields of
+    """Return the tiles of planes, or matrices, of these shapes; int64 [tiles, 4], the fields of
     ``PlaneTile``.
 
     What rows and columns count is up to ``tiles``, each one of those above.
@@ -192,8 +192,8 @@ def plane_tiles(
 
 
 def digest_cut(first: int, nbytes: int) -> Cut:
-    """How bytes are cut whose first stands at place ``first``: from the row of keys on that it is
-    in.
+    """Say how bytes are cut whose first stands at place ``first``: from the row of keys on that it
+    is in.
     """
     return plane_tiles, 0, (1, first % 4096 + nbytes), DIGESTED
 
@@ -219,8 +219,8 @@ def _met_tiles(
     sides: Sequence[tuple[int, int, int]],
     extents: Sequence[Extent],
 ) -> _Met:
-    """The tiles that hold some of each weight's extent; ``sides`` are the rows of a row of blocks,
-    and the rows and columns of a tile.
+    """Return the tiles that hold some of each weight's extent; ``sides`` are the rows of a row of
+    blocks, and the rows and columns of a tile.
 
     Groups of rows lie in one row of blocks each.
     """
@@ -249,7 +249,7 @@ def _met_tiles(
 
 
 def group_of(row: int, block_h: int, height: int) -> int:
-    """The number of the group of rows that a row is in."""
+    """Return the number of the group of rows that a row is in."""
     return row // block_h * ceil_div(block_h, height) + row % block_h // height
 
 
@@ -257,8 +257,8 @@ def rectangle(
     block_row: torch.Tensor, part: torch.Tensor, column: torch.Tensor, matrix_rows: torch.Tensor,
     matrix_cols: torch.Tensor, block_h: torch.Tensor, height: torch.Tensor, width: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The first row, the rows, the first column and the columns of a tile: of a part of a row of
-    blocks.
+    """Return the first row, the rows, the first column and the columns of a tile: of a part of a
+    row of blocks.
     """
     row, col = block_row * block_h + part * height, column * width
     end = torch.minimum(row + height, torch.minimum((block_row + 1) * block_h, matrix_rows))
@@ -270,7 +270,7 @@ def is_met(
     first_row: torch.Tensor, first_col: torch.Tensor, last_row: torch.Tensor,
     last_col: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Whether a tile holds elements from the first place to the last one."""
+    """Say whether a tile holds elements from the first place to the last one."""
     # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
     # that one row of the tile is met.
     top = torch.maximum(row, first_row)

@@ -8,7 +8,7 @@ from zerocast.formats import FLT_MAX
 
 
 def fl(value: float) -> float:
-    """``value`` rounded to FP32."""
+    """Return ``value`` rounded to FP32."""
     return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 

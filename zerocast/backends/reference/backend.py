@@ -180,7 +180,7 @@ class ReferenceBackend:
 
 
 def _for_each(operands: Sequence[T], run: Callable[[T], None]) -> Launch:
-    """The launch that runs an operation on one tensor after the other."""
+    """Return the launch that runs an operation on one tensor after the other."""
 
     @keeping_subnormals
     def launch() -> None:
@@ -191,7 +191,7 @@ def _for_each(operands: Sequence[T], run: Callable[[T], None]) -> Launch:
 
 
 def _for_shards(operands: Operands, run: Callable[[TensorOperand], None]) -> Launch:
-    """The same on the tensors of which this rank owns elements."""
+    """Return the same on the tensors of which this rank owns elements."""
     return _for_each([operand for operand in operands if operand.extent], run)
 
 

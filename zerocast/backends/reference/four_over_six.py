@@ -19,8 +19,8 @@ from zerocast.numerics import Masters, NVFP4Numerics, TensorOperand
 
 
 def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Masters) -> None:
-    """The choices of the blocks that this rank owns alone; of the others its row errors, and its
-    elements of the rows that are cut, too.
+    """Return the choices of the blocks that this rank owns alone; of the others its row errors, and
+    its elements of the rows that are cut, too.
     """
     grid, candidates = shard.grid, present(shard.candidates)
     index = indices(shard)
@@ -68,13 +68,13 @@ def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
 
 
 def _row_of_blocks(operand: TensorOperand, row: int) -> slice:
-    """Where the choices of a row of blocks are."""
+    """Return where the choices of a row of blocks are."""
     start = row * operand.grid.blocks_w - present(operand.candidates).first_block
     return slice(start, start + operand.grid.blocks_w)
 
 
 def _segment_width(grid: BlockGrid, start: int) -> int:
-    """The number of elements in the block's row that starts at the flat index ``start``."""
+    """Return the number of elements in the block's row that starts at the flat index ``start``."""
     return min(grid.block_w, grid.cols - start % grid.cols)
 
 

@@ -17,7 +17,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """The four words that belong to each counter under ``key``, two words of 32 bits."""
+    """Return the four words that belong to each counter under ``key``, two words of 32 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

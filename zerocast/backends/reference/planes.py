@@ -22,7 +22,7 @@ def write_plane(stored: torch.Tensor, layout: ScaleLayout, plane: torch.Tensor) 
 
 
 def read_plane(plane: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
-    """A stored plane -> [blocks_h, blocks_w]: the scale of every block."""
+    """Return a stored plane -> [blocks_h, blocks_w]: the scale of every block."""
     entries = plane.view(layout.shape)
     if layout.transposed:
         entries = entries.t()

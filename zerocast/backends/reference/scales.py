@@ -28,7 +28,7 @@ Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 def scales(numerics: Numerics, operand: TensorOperand, buffers: PlaneBuffers) -> Scales:
-    """The scales of all blocks of one plane of ``operand``, from reduced amaxes."""
+    """Return the scales of all blocks of one plane of ``operand``, from reduced amaxes."""
     block = present(buffers.block_amax).view(torch.float32)
     if isinstance(numerics, NVFP4Numerics):
         choices = None if operand.candidates is None else operand.candidates.choices
@@ -97,7 +97,7 @@ def nvfp4_scales(
 def decode_multipliers(
     numerics: Numerics, stored: torch.Tensor, tensor_amax: torch.Tensor | None
 ) -> torch.Tensor:
-    """What codes under the ``stored`` scales are multiplied by: FP32, of the same shape."""
+    """Return what codes under the ``stored`` scales are multiplied by: FP32, of the same shape."""
     if isinstance(numerics, NVFP4Numerics):
         maxima = numerics.fmt.max * numerics.scale_max
         return decode(stored, numerics.scale_fmt) * present(tensor_amax) * fl(1 / maxima)

@@ -121,7 +121,7 @@ class MissingImportError(UnsupportedError, ImportError):
 
 
 def _text(path: str) -> str:
-    """What is said of the dotted ``path``."""
+    """Return what is said of the dotted ``path``."""
     path = path.removeprefix(_PREFIX)
     for advice, names in ADVICE.items():
         if any(f".{path}".endswith(f".{name}") for name in names):

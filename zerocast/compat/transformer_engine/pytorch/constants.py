@@ -27,12 +27,13 @@ class DType(enum.IntEnum):
 
     @classmethod
     def of(cls, fmt: ElementFormat) -> DType:
-        """The member for codes of this format."""
+        """Return the member for codes of this format."""
         return next(member for member, each in _FORMATS.items() if each == fmt)
 
     @classmethod
     def name_of(cls, value: object, *, bits: int) -> str:
-        """The name of the format of ``bits`` that ``value``, a member or its number, stands for.
+        """Return the name of the format of ``bits`` that ``value``, a member or its number, stands
+        for.
 
         Raises:
             InputError: where it is none.

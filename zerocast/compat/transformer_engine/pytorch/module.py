@@ -86,7 +86,7 @@ class _Arguments(torch.nn.Module):
             setattr(self, name, quantized_if_asked(weight, recipe, columnwise=columnwise))
 
     def _matrices(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The weights of the layer's products, in their order, by name."""
+        """Return the weights of the layer's products, in their order, by name."""
         return [(name, each) for name, each in self.named_parameters() if each.dim() == 2]
 
     def forward(

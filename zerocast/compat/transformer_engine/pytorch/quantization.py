@@ -26,7 +26,7 @@ __all__ = [
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether the recipe runs here: True, for every recipe runs on every device. With
+    """Say whether the recipe runs here: True, for every recipe runs on every device. With
     ``return_reason`` that, and "" for the reason why not.
 
     Whether a GEMM of this machine multiplies the codes is what

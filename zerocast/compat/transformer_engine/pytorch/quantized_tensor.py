@@ -76,7 +76,7 @@ _COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax
 
 
 def _fields(recipe: Recipe) -> dict[str, str]:
-    """The attributes of a tensor of this recipe, and the buffers that they are."""
+    """Return the attributes of a tensor of this recipe, and the buffers that they are."""
     if recipe.float8_per_tensor_scaling():
         return _PER_TENSOR
     return _NVFP4 if recipe.nvfp4() else _PER_BLOCK
@@ -173,7 +173,7 @@ class _Members:
         return self._get_quantizer().update_quantized(tensor, own, noop_flag=noop_flag)
 
     def get_usages(self) -> dict[str, bool]:
-        """Which copies are there and true: ``{"rowwise": ..., "columnwise": ...}``."""
+        """Say which copies are there and true: ``{"rowwise": ..., "columnwise": ...}``."""
         storage = cast("QuantizedTensor", self).quantized_storage
         columnwise = storage.has_columnwise and not storage.is_stale
         return {"rowwise": storage.has_rowwise, "columnwise": columnwise}

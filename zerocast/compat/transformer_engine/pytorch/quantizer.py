@@ -154,7 +154,7 @@ class Quantizer(OwnQuantizer):
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """Whether the recipe can hold a tensor of this shape."""
+        """Say whether the recipe can hold a tensor of this shape."""
         try:
             self.recipe.check_shape(inp.shape)
         except InputError:
@@ -201,5 +201,5 @@ class Quantizer(OwnQuantizer):
 
 
 def _meaning(recipe: Recipe) -> tuple[object, ...]:
-    """What of a recipe gives a tensor's own codes and scales their meaning."""
+    """Return what of a recipe gives a tensor's own codes and scales their meaning."""
     return recipe.numerics, recipe.block, recipe.columnwise_source, recipe.round_master
