@@ -49,10 +49,10 @@ class OneOf(Communicator):
         shards.sort(key=lambda shard: (shard[1], shard[0]))
         self._gathers = [torch.tensor(counts), torch.tensor(shards).view(-1)]
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
+    def _all_reduce(self, *given: Any) -> None:
         """The others give what this rank gives."""
 
-    all_reduce_sum_ = broadcast_ = all_reduce_max_  # type: ignore[assignment]
+    broadcast_ = _all_reduce  # type: ignore[assignment]
 
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         if buffer.dtype == torch.int64:  # what is gathered later is this rank's, and zeros

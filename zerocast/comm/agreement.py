@@ -1,13 +1,13 @@
-"""Agreeing: what only some ranks can see is made known to all before anybody acts on it.
+"""Agreement of ranks: what only some of them can see is exchanged before any of them acts on it.
 
-An error that one rank raises alone leaves the others waiting in their next collective. So what may
-fail on one rank only stands in :func:`raising_together`, which every rank calls::
+An error that one rank raises alone leaves the others waiting in their next collective. So code that
+may fail on one rank only runs inside :func:`raising_together`, which all ranks enter::
 
     with raising_together(comm):
         ...                                   # no collective in here
 
-Where more is agreed on in the same collective, it stands in an :class:`Attempt`, whose error is
-handed to :func:`agree`, say.
+If the same collective agrees on more, the code runs inside an :class:`Attempt`, whose error is
+given to :func:`agree`, for example.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _DIGEST_WORDS = 5
 
 
 _WRONG_ARGUMENT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What Python and torch raise for an argument that nobody has checked."""
+"""What Python and torch raise for an argument that was not checked."""
 
 
 class Attempt:
-    """Holds back an exception of its ``with`` block, until all ranks can hear of it.
+    """Keeps an exception of its ``with`` block until all ranks can be told of it.
 
-    What ends a program (``KeyboardInterrupt``, ``SystemExit``) is not held back.
+    Exceptions that end a program (``KeyboardInterrupt``, ``SystemExit``) are not kept.
 
     Attributes:
-        error: None; or what the block raised, where that was no :class:`ZerocastError` as the cause
-            of one: of an :class:`InputError` for what Python raises for a wrong argument.
+        error: None, or the :class:`ZerocastError` that the block raised. Any other exception is the
+            cause of a new one, an :class:`InputError` if Python raises it for a wrong argument.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def raise_together(comm: Communicator, error: ZerocastError | None, said: bool =
     """Collective: raise on every rank of ``comm`` if any has an ``error``, else on none; return
     whether any has ``said`` yes.
 
-    While nobody has an error it costs an all-reduce of one int32.
+    While no rank has an error it costs an all-reduce of one int32.
 
     Raises:
         ZerocastError: on all ranks the lowest failing rank's type, with one message that says which
@@ -85,7 +85,7 @@ def raising_together(comm: Communicator) -> Iterator[None]:
 
 
 def agree(comm: Communicator, answer: int, error: ZerocastError | None = None) -> bool:
-    """Collective: whether all ranks give the same ``answer``, unless one has an ``error``.
+    """Collective: return whether all ranks give the same ``answer``; raise if one has an ``error``.
 
     As :func:`raise_together`, with one int32 more in its single all-reduce.
 
@@ -104,12 +104,12 @@ def agree(comm: Communicator, answer: int, error: ZerocastError | None = None) -
 def lines_that_differ(
     comm: Communicator, lines: Sequence[str], error: ZerocastError | None = None
 ) -> list[list[str]] | None:
-    """Collective: every rank's ``lines``, where any two ranks' differ; None where all are the same.
+    """Collective: return every rank's ``lines`` if any two ranks' differ; None if all are the same.
 
     Digests are compared, so it costs one small all-reduce as long as they agree.
 
     Args:
-        lines: short texts; of no matter where there is an ``error``.
+        lines: short texts; ignored where there is an ``error``.
         error: what went wrong on this rank, if anything.
 
     Raises:
@@ -127,7 +127,7 @@ def check_same(
     :func:`lines_that_differ`.
 
     Args:
-        lines: short texts; of no matter where there is an ``error``.
+        lines: short texts; ignored where there is an ``error``.
         required: what every rank must do, for the message.
         error: what went wrong on this rank, if anything.
 

@@ -1,7 +1,7 @@
-"""Makes tensors fit for collectives: checked, flat, and bytes where the dtype does not matter.
+"""Prepares the tensors of collectives: checked, flat, and as bytes where the dtype does not matter.
 
-Every communicator checks its arguments here, so a call that one of them refuses is refused by all,
-with the same words, and also on a single rank.
+Every communicator checks its arguments here, so all of them refuse the same calls with the same
+message, on a single rank, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -47,7 +47,7 @@ def reduce_operand(what: str, buffer: torch.Tensor) -> torch.Tensor:
 def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
     """Return ``buffer`` as 1-D uint8 outside autograd, sharing its memory.
 
-    A transport that only moves data needs to know of no other dtype.
+    A transport that only moves data needs no other dtype.
 
     Raises:
         InputError: where ``buffer`` is not contiguous.
@@ -84,10 +84,31 @@ def gather_operands(
     return _parts("all_gather_", buffer, counts, size)
 
 
+class Exchange(NamedTuple):
+    """The operands of an all-to-all.
+
+    Attributes:
+        output, buffer: uint8, 1-D.
+        takes, gives: the bytes of their parts, in rank order.
+        is_equal: whether all parts are equally long, on every rank.
+    """
+
+    output: torch.Tensor
+    buffer: torch.Tensor
+    takes: list[int]
+    gives: list[int]
+    is_equal: bool
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes over what it sends."""
+        return self.output.numel() > 0 and self.output.data_ptr() == self.buffer.data_ptr()
+
+
 def exchange_operands(
     output: torch.Tensor, buffer: torch.Tensor, received: Parts, sent: Parts, size: int
-) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """``output`` and ``buffer`` of an all-to-all as bytes, and how many of them each part has.
+) -> Exchange:
+    """Return the operands of an all-to-all, checked and as bytes.
 
     Raises:
         InputError: where parts do not fill their tensor, one is not 1-D and contiguous, their
@@ -100,17 +121,13 @@ def exchange_operands(
             f"all_to_all takes an output of the buffer's dtype and device, {buffer.dtype} on "
             f"{buffer.device}, got {output.dtype} on {output.device}."
         )
-    if is_in_place(out, flat) and len({*takes, *gives}) > 1:
+    given = Exchange(out, flat, takes, gives, received is None and sent is None)
+    if given.is_in_place and len({*takes, *gives}) > 1:
         raise InputError(
             f"all_to_all in place takes equal parts, got {gives} and {takes} bytes; give an output "
             "of its own."
         )
-    return out, flat, takes, gives
-
-
-def is_in_place(output: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Say whether an all-to-all on these bytes writes over what it sends."""
-    return output.numel() > 0 and output.data_ptr() == buffer.data_ptr()
+    return given
 
 
 def _parts(
@@ -178,7 +195,8 @@ def broadcast_operand(buffer: torch.Tensor, root: int, size: int) -> torch.Tenso
 
 @contextmanager
 def on_device(buffer: torch.Tensor, device: torch.device | None) -> Iterator[torch.Tensor]:
-    """``buffer`` itself where ``device`` is None; else a copy on ``device``, copied back after.
+    """Give the context ``buffer`` if ``device`` is None; else a copy on ``device``, copied back
+    after.
 
     A GPU's tensor is staged in pinned host memory, to which it is copied at the bus's full speed;
     torch keeps that memory for the next time.

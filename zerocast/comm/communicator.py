@@ -1,9 +1,8 @@
-"""Communicator: what zerocast needs of a data-parallel group, and nothing more.
+"""Communicator: the collectives that zerocast needs of a group of ranks.
 
-A handful of collectives, all in place on contiguous tensors, all called by every rank of the group
-in the same order with the same shapes and dtypes. A rank that owns nothing still takes part. What
-an implementation adds is transport only: every decision (who sends what, what is agreed on) is
-taken above it, so all communicators give the same bytes.
+They work in place on contiguous tensors. Every rank of the group calls them in the same order with
+the same shapes and dtypes, also a rank that owns nothing. An implementation is a transport only:
+its callers decide who sends what and what is agreed on, so all communicators give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ class Communicator(ABC):
     size: int
     timeout: float
 
-    @abstractmethod
     def all_reduce_max_(self, buffer: torch.Tensor) -> None:
         """Make ``buffer`` the element-wise maximum over all ranks, in place.
 
         Args:
             buffer: int32, any shape, contiguous.
         """
+        self._all_reduce("all_reduce_max_", buffer)
 
-    @abstractmethod
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
         """Make ``buffer`` the sum over all ranks, in place.
 
@@ -54,6 +52,11 @@ class Communicator(ABC):
         Args:
             buffer: float32, float64, int32 or int64, any shape, contiguous.
         """
+        self._all_reduce("all_reduce_sum_", buffer)
+
+    @abstractmethod
+    def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
+        """Do the collective of the name ``what``, one of the two above."""
 
     @abstractmethod
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
@@ -144,8 +147,8 @@ class Communicator(ABC):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's ``obj`` (small, picklable), in rank order.
 
-        For what is agreed on once, not for tensors. It is two all-gathers of bytes where the
-        transport has nothing better.
+        It is for what is agreed on once, not for tensors. It takes two all-gathers of bytes unless
+        the transport has a better way.
         """
         pickled = buffers.pickled(obj)
         counts = torch.zeros(self.size, dtype=torch.int64, device="cpu")
@@ -158,9 +161,9 @@ class Communicator(ABC):
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def announce(self, error: BaseException) -> None:  # noqa: B027  (not every transport can)
-        """Tell the other ranks, where the transport can, that ``error`` keeps this one from coming
-        to the next collective: those that wait there raise :class:`zerocast.PeerFailedError` with
-        its message. Not collective; it neither waits nor raises.
+        """Tell the other ranks, where the transport can, that ``error`` keeps this one from the
+        next collective: those that wait in it raise :class:`zerocast.PeerFailedError` with its
+        message. Not collective; it neither waits nor raises.
         """
 
     def stages(self, device: torch.device) -> bool:
@@ -175,8 +178,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
 
 
 def nothing_to_wait_for() -> None:
-    """The wait for a collective that is over."""
+    """Return at once: the wait for a collective that is over."""

@@ -1,9 +1,10 @@
-"""Failure: how long ranks wait for each other, and what those that wait in vain are told.
+"""Failure: how long ranks wait for each other, and the errors of those that wait in vain.
 
 Every collective ends: with its result, or with an error on every rank that is still there. A rank
-that waits longer than its communicator's timeout gives up and says so to the others, who then give
-up too. A rank that raises something in the middle of a cast or a step says what, by
-:func:`announcing`. How ranks say it, each transport knows by itself; what they make of it is here.
+that waits longer than its communicator's timeout gives up and tells the others, which then give up,
+too. A rank that raises an exception in the middle of a cast or a step tells them by
+:func:`announcing`. Each transport sends these states in its own way; the errors that follow from
+them are made here.
 
 NOT here: errors that all ranks agree on, after which the group goes on
 (:mod:`zerocast.comm.agreement`).
@@ -29,20 +30,20 @@ DEFAULT_TIMEOUT = 600.0
 """Seconds, as NCCL's groups wait: for the slowest rank's checkpoint, or its first compilation."""
 
 GRACE = 1.0
-"""The most seconds in which others can say where they are, before an error says it of them."""
+"""The most seconds in which others can tell their states, before an error is raised."""
 
 WAITS, LOST, LATE, RAISED, MISMATCH, LEFT = "waits", "lost", "late", "raised", "mismatch", "left"
-"""What a rank can say of itself."""
+"""The states that a rank can tell the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a rank has told the others of itself.
+    """The state that a rank has told the others.
 
     Attributes:
-        kind: :data:`WAITS`, it has given up in a collective; :data:`LOST`,
-            so has the transport, a connection being lost; :data:`LATE`, it came when others
-            had; :data:`RAISED`, an exception ended what it did; :data:`MISMATCH`, it has seen two
+        kind: :data:`WAITS`, it has given up in a collective; :data:`LOST`, so has the transport,
+            because a connection is lost; :data:`LATE`, it called a collective after others had
+            given up; :data:`RAISED`, an exception ended its work; :data:`MISMATCH`, it has seen two
             ranks call different collectives; :data:`LEFT`, its process ends.
         count: how many collectives of the group it has begun.
         text: the collective, or the message.
@@ -78,15 +79,15 @@ def grace(timeout: float) -> float:
 def peer_error(
     call: str, count: int, size: int, said: Mapping[int, Said], timeout: float, seen: str = ""
 ) -> ZerocastError:
-    """Return what a rank raises whose collective does not end.
+    """Return the error of a rank whose collective does not end.
 
     Args:
         call: the collective that this rank waits in.
         count: its place among the group's collectives.
         size: of the group.
-        said: by rank what it has told, this rank's own words included.
+        said: by rank the state that it has told, this rank's included.
         timeout: the communicator's.
-        seen: what the transport says of it, if it does.
+        seen: the transport's own message, if there is one.
     """
     mismatch = next((words.text for words in said.values() if words.kind == MISMATCH), None)
     if mismatch is not None:
@@ -124,9 +125,8 @@ def name(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def announcing(comms: Sequence[Communicator]) -> Iterator[None]:
-    """Tell the ranks of ``comms`` of an exception that ends the context and that they cannot know
-    of: any but a :class:`ZerocastError`, which they raise as well, unless it came out of
-    :func:`alone`.
+    """Tell the ranks of ``comms`` of an exception that ends the context, unless they raise it, too:
+    a :class:`ZerocastError` that did not come out of :func:`alone`.
     """
     try:
         yield
@@ -139,8 +139,8 @@ def announcing(comms: Sequence[Communicator]) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A context without collectives and without an :class:`Attempt`: what it raises, other ranks
-    learn of by :func:`announcing` only.
+    """Mark errors of the context as this rank's alone, which it tells others by :func:`announcing`
+    only. The context has no collectives and no :class:`Attempt`.
     """
     try:
         yield

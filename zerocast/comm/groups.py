@@ -1,4 +1,4 @@
-"""Makes a communicator of whatever users call a group."""
+"""Makes communicators of the groups that users give."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_communicator(group: Group) -> Communicator:
     if group is None:
         default = dist.group.WORLD
         return SingleRank() if default is None else TorchDistributedCommunicator(default)
-    # Whoever holds an mpi4py communicator has imported mpi4py, so this needs no import of ours.
+    # An mpi4py communicator exists only if mpi4py has been imported, so it is not imported here.
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(group, mpi.Comm):
         return MpiCommunicator(group)

@@ -1,12 +1,12 @@
 """N ranks as N threads of one process: for tests, for learning, for a debugger.
 
-It is the strictest of the communicators. Where ranks call different collectives, or the same one
-with different shapes, or wait for one that has returned, every rank is told. Sums are taken in rank
-order, so they are the same bits in every run.
+It is the strictest of the communicators. If ranks call different collectives, or the same one with
+different shapes, or wait for one that has returned, every rank raises an error. Sums are taken in
+rank order, so they are the same bits in every run.
 
 Each collective is one exchange: in a rendezvous the ranks see each other's tensors, they fill a
 shared result together, and after a second rendezvous copy from it. A reduction is split by ranges
-of elements, not by ranks, so hundreds of ranks with small tensors do not pay for hundreds of tiny
+of elements, not by ranks, so hundreds of ranks with small tensors do not make hundreds of tiny
 operations each.
 """
 
@@ -33,7 +33,7 @@ from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
 T = TypeVar("T")
 
 _GRAIN = 1 << 15
-"""Fewest elements that are worth a rank's part in a reduction: below, the calls cost more."""
+"""The fewest elements of a rank's part in a reduction: for fewer, the calls cost more."""
 
 
 _Signature: TypeAlias = tuple[Any, ...]
@@ -49,7 +49,7 @@ _DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a rank brings to a collective.
+    """What a rank contributes to a collective.
 
     Attributes:
         signature: of the collective.
@@ -84,13 +84,10 @@ class InProcessCommunicator(Communicator):
     def captures(self, device: torch.device) -> bool:
         return False  # the ranks are threads that wait for each other
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        flat = buffers.reduce_operand("all_reduce_max_", buffer)
-        flat.copy_(self._reduce(_signature("all_reduce_max_", buffer), flat, torch.maximum))
-
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        flat = buffers.reduce_operand("all_reduce_sum_", buffer)
-        flat.copy_(self._reduce(_signature("all_reduce_sum_", buffer), flat, torch.add))
+    def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
+        flat = buffers.reduce_operand(what, buffer)
+        combine = torch.maximum if what == "all_reduce_max_" else torch.add
+        flat.copy_(self._reduce(_signature(what, buffer), flat, combine))
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
@@ -111,9 +108,8 @@ class InProcessCommunicator(Communicator):
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
-        out, flat, takes, gives = buffers.exchange_operands(
-            output, buffer, received, sent, self.size
-        )
+        operands = buffers.exchange_operands(output, buffer, received, sent, self.size)
+        out, flat, takes, gives, _ = operands
         call = _Call(("all_to_all",), (flat, takes, gives))
         given = self._rendezvous(call, _fitting)
         arrived = torch.cat([theirs.split(sizes)[self.rank] for theirs, _, sizes in given])
@@ -167,7 +163,9 @@ class InProcessCommunicator(Communicator):
     def _reduce(
         self, signature: _Signature, flat: torch.Tensor, combine: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """``combine`` the ranks' tensors in rank order, each rank a range of the elements."""
+        """Reduce the ranks' tensors by ``combine`` in rank order, each rank a range of the
+        elements.
+        """
         grain = max(_GRAIN, -(-flat.numel() // self.size))
         mine = slice(self.rank * grain, (self.rank + 1) * grain)
 
@@ -182,7 +180,7 @@ class InProcessCommunicator(Communicator):
 
     def _exchange(self, signature: _Signature, flat: torch.Tensor, fill: _Fill) -> torch.Tensor:
         """Return a new tensor like ``flat``, shared by all ranks, that their ``fill`` have written.
-        After the exchange nobody reads another rank's tensor.
+        After the exchange no rank reads another rank's tensor.
         """
 
         def begin(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -195,8 +193,8 @@ class InProcessCommunicator(Communicator):
         return result
 
     def _rendezvous(self, call: _Call, begin: Callable[[list[Any]], Any]) -> Any:
-        """Take part in a rendezvous for ``call``; what ``begin`` makes of all ranks' things, if
-        they call the same.
+        """Take part in a rendezvous for ``call``; return what ``begin`` makes of all contributions,
+        if all ranks make the same call.
         """
 
         def compare(calls: list[_Call]) -> Any:
@@ -217,7 +215,7 @@ class InProcessCommunicator(Communicator):
 def _fitting(
     given: list[tuple[torch.Tensor, list[int], list[int]]],
 ) -> list[tuple[torch.Tensor, list[int], list[int]]] | RankMismatchError:
-    """Return what ranks brought to an all-to-all, where every part is as long as its receiver
+    """Return the contributions to an all-to-all, if every part is as long as its receiver
     expects.
     """
     for sender, (_, _, gives) in enumerate(given):
@@ -241,14 +239,14 @@ def run_in_process(
 
     Every thread runs in a copy of the caller's context (context variables, so ``use_backend`` too)
     and computes with one torch thread, so results do not depend on how many ranks share the
-    machine. What torch keeps for each thread by itself (``no_grad``, ``autocast``) starts afresh;
-    torch's default random generator is one for all ranks, so draw from a generator of your own.
+    machine. What torch keeps for each thread (``no_grad``, ``autocast``) has its default there. All
+    ranks share torch's default random generator, so draw from another one.
 
     Args:
         world_size: the number of ranks, 1 or more.
-        timeout: how many seconds a rank waits for the others in a collective. When ranks have
-            failed, one that does not return for so long, because it is stuck, is left behind in its
-            (daemon) thread.
+        timeout: how many seconds a rank waits for the others in a collective. Once a rank has
+            failed, a rank that does not return within this time is left running in its (daemon)
+            thread.
 
     Returns:
         What ``fn`` returned, in rank order.
@@ -257,9 +255,9 @@ def run_in_process(
         InputError: for a wrong ``world_size``.
         RankMismatchError: where ranks called collectives that do not fit together.
         PeerTimeoutError: where a rank did not come to a collective in time, or is left behind.
-        BaseException: what ``fn`` raised, on the lowest rank that did so by itself; ranks that
-            waited for it are released. Different errors of further ranks follow it as context, so
-            a traceback shows them all.
+        BaseException: what ``fn`` raised on the lowest rank whose error did not follow from another
+            rank's; ranks that waited for it are released. Different errors of further ranks are its
+            context, so a traceback shows them all.
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise InputError(f"run_in_process takes a world_size of 1 or more, got {world_size!r}.")

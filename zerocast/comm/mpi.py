@@ -1,9 +1,9 @@
 """MpiCommunicator: ranks are MPI processes, reached through mpi4py.
 
 mpi4py is imported when the first communicator is made, never by ``import zerocast``. MPI reads and
-writes the tensors' own memory by address: nothing is copied, and no array library stands between.
-It is told of no dtype but those it reduces; everything else travels as bytes (a bfloat16 tensor
-handed over as it is would be refused by one MPI library and garbled by another).
+writes the tensors' own memory by address, without copies and without an array library. Only
+reductions name a dtype; everything else is sent as bytes (one MPI library would refuse a bfloat16
+tensor, another would change its values).
 
 One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
 length work the same with every MPI library, not only with one that has MPI-4's large counts.
@@ -19,24 +19,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerocast.arguments import check_integer
-from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator, Parts, Wait
+from zerocast.comm.buffers import Exchange
+from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
 from zerocast.comm.peers import Begin
+from zerocast.comm.processes import ProcessCommunicator
 from zerocast.errors import BackendError, InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_HOST = torch.device("cpu")
-
 _TAG = 24331
-"""Of messages between two ranks, so that a caller's own on the same communicator are others."""
+"""The tag of messages between two ranks, which tells them from a caller's on the same
+communicator.
+"""
 
 
 def import_mpi() -> Any:
-    """mpi4py's ``MPI`` module.
+    """Import and return mpi4py's ``MPI`` module.
 
     Raises:
         BackendError: where mpi4py or the MPI library is missing, with the remedy.
@@ -51,7 +52,7 @@ def import_mpi() -> Any:
     return MPI
 
 
-class MpiCommunicator(Communicator):
+class MpiCommunicator(ProcessCommunicator):
     """The ranks of an mpi4py intracommunicator.
 
     Tensors that are not on the CPU are copied to (pinned) host memory, travel from there and are
@@ -59,16 +60,19 @@ class MpiCommunicator(Communicator):
     the GPU has done what torch's current stream holds: MPI knows no streams.
 
     Args:
-        comm: the intracommunicator; None means ``MPI.COMM_WORLD``. It stays the caller's to free.
+        comm: the intracommunicator; None means ``MPI.COMM_WORLD``. The caller frees it.
         timeout: how many seconds a collective waits for other ranks.
         chunk: the most items that one MPI call moves.
-        cuda_aware: whether this MPI library takes addresses of a GPU's memory, which it does not
-            say of itself. One that does not ends the process at such an address.
+        cuda_aware: whether this MPI library takes addresses of a GPU's memory, which cannot be
+            asked of it. A library that does not take them ends the process.
 
     Raises:
         BackendError: where mpi4py or the MPI library is missing.
         InputError: for another kind of communicator, or ``COMM_NULL``.
     """
+
+    _peers: MpiPeers
+    _serving = torch.device("cpu")
 
     def __init__(
         self,
@@ -108,82 +112,8 @@ class MpiCommunicator(Communicator):
     def captures(self, device: torch.device) -> bool:
         return False  # MPI is called by the host, at once
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        flat = buffers.reduce_operand("all_reduce_max_", buffer)
-        self._all_reduce("all_reduce_max_", flat, self._mpi.MAX)
-
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        flat = buffers.reduce_operand("all_reduce_sum_", buffer)
-        self._all_reduce("all_reduce_sum_", flat, self._mpi.SUM)
-
-    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        with self._in_reach(flat) as host:
-            self._start_all_gather(host, chunks)()
-
-    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        if self.stages(flat.device):
-            return super().start_all_gather_(buffer, counts)
-        return self._start_all_gather(_settled(flat), chunks)
-
-    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
-        def begin() -> list[MPI.Request]:
-            if flat.numel() <= self._chunk:
-                memory, _, kind = self._memory(flat)
-                return [self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])]
-            # MPI's int cannot say where the later parts begin: every rank broadcasts its part,
-            # still in place, and no more bytes travel than in a gather.
-            parts = enumerate(flat.split(chunks))
-            return [each for root, part in parts for each in self._broadcast(part, root)]
-
-        text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
-        return self._start(text, begin, flat)
-
-    def start_all_to_all(
-        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
-    ) -> Wait:
-        out, flat, takes, gives = buffers.exchange_operands(
-            output, buffer, received, sent, self.size
-        )
-        is_equal = received is None and sent is None and flat.numel() <= self._chunk
-        staged, in_place = self.stages(flat.device), buffers.is_in_place(out, flat)
-        copies = staged or (in_place and not is_equal)
-        host = flat.to(_HOST, copy=True) if copies else _settled(flat)
-        into = torch.empty_like(out, device=_HOST) if staged else out
-
-        def begin() -> list[MPI.Request]:
-            if not is_equal:
-                return self._start_exchange(into.split(takes), host.split(gives))
-            if in_place and not staged:
-                return [self._comm.Ialltoall(self._mpi.IN_PLACE, self._memory(into, takes[0]))]
-            own, part = self._memory(host, gives[0]), self._memory(into, takes[0])
-            return [self._comm.Ialltoall(own, part)]
-
-        size = f" of {host.numel()} bytes" if received is None and sent is None else ""
-        arrive = self._start(f"all_to_all{size}", begin, (host, into))
-
-        def wait() -> None:
-            arrive()
-            if staged:
-                out.copy_(into)
-
-        return wait
-
-    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        flat = buffers.broadcast_operand(buffer, root, self.size)
-        with self._in_reach(flat) as host:
-            text = f"broadcast_ of {host.numel()} bytes from rank {root}"
-            self._start(text, lambda: self._broadcast(host, root), host)()
-
     def barrier(self) -> None:
         self._start("barrier", lambda: [self._comm.Ibarrier()], None)()
-
-    def announce(self, error: BaseException) -> None:
-        self._peers.announce(error)
-
-    def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
-        return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MpiCommunicator) and self._comm == other._comm
@@ -194,32 +124,42 @@ class MpiCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
-    def _in_reach(self, tensor: torch.Tensor) -> Any:
-        """``tensor`` where MPI can reach it."""
-        if self.stages(tensor.device):
-            return buffers.on_device(tensor, _HOST)
-        return buffers.on_device(_settled(tensor), None)
+    def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
+        return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
 
-    def _memory(self, tensor: torch.Tensor, count: int | None = None) -> list[Any]:
-        """Return a contiguous tensor as mpi4py takes memory: address, count, datatype; the count is
-        that of each rank's part where it is given.
-        """
-        assert tensor.is_contiguous()
-        memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        return [memory, tensor.numel() if count is None else count, self._types[tensor.dtype]]
+    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` once a GPU has done all that writes it."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor
 
-    def _all_reduce(self, what: str, flat: torch.Tensor, op: MPI.Op) -> None:
-        with self._in_reach(flat) as host:
+    def _begin_all_reduce(self, what: str, flat: torch.Tensor) -> list[MPI.Request]:
+        op = self._mpi.MAX if what == "all_reduce_max_" else self._mpi.SUM
+        return [
+            self._comm.Iallreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
+            for chunk in flat.split(self._chunk)
+        ]
 
-            def begin() -> list[MPI.Request]:
-                return [
-                    self._comm.Iallreduce(self._mpi.IN_PLACE, self._memory(chunk), op)
-                    for chunk in host.split(self._chunk)
-                ]
+    def _begin_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> list[MPI.Request]:
+        if flat.numel() <= self._chunk:
+            memory, _, kind = self._memory(flat)
+            return [self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])]
+        # MPI's int cannot say where the later parts begin: every rank broadcasts its part, still in
+        # place, and no more bytes travel than in a gather.
+        parts = enumerate(flat.split(chunks))
+        return [each for root, part in parts for each in self._begin_broadcast(part, root)]
 
-            self._start(f"{what} on {host.dtype} [{host.numel()}]", begin, host, reduces=True)()
+    def _exchanges_in_place(self, given: Exchange) -> bool:
+        return given.is_equal and given.buffer.numel() <= self._chunk
 
-    def _start_exchange(
+    def _begin_all_to_all(self, given: Exchange) -> list[MPI.Request]:
+        output, flat, takes, gives, is_equal = given
+        if not is_equal or flat.numel() > self._chunk:
+            return self._exchange(output.split(takes), flat.split(gives))
+        own = self._mpi.IN_PLACE if given.is_in_place else self._memory(flat, gives[0])
+        return [self._comm.Ialltoall(own, self._memory(output, takes[0]))]
+
+    def _exchange(
         self, takes: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]
     ) -> list[MPI.Request]:
         """Begin to exchange parts of any length, message by message, with every rank that has one
@@ -233,12 +173,13 @@ class MpiCommunicator(Communicator):
             requests += [self._comm.Isend(self._memory(part), to, _TAG) for part in own]
         return requests
 
-    def _broadcast(self, flat: torch.Tensor, root: int) -> list[MPI.Request]:
+    def _begin_broadcast(self, flat: torch.Tensor, root: int) -> list[MPI.Request]:
         return [self._comm.Ibcast(self._memory(chunk), root) for chunk in flat.split(self._chunk)]
 
-
-def _settled(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, once a GPU has done all that writes it."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-    return tensor
+    def _memory(self, tensor: torch.Tensor, count: int | None = None) -> list[Any]:
+        """Return a contiguous tensor as mpi4py takes memory: address, count, datatype; the count is
+        that of each rank's part where it is given.
+        """
+        assert tensor.is_contiguous()
+        memory = self._mpi.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, tensor.numel() if count is None else count, self._types[tensor.dtype]]

@@ -1,8 +1,8 @@
-"""MpiPeers: lets every MPI collective end, with its result or with an error on all living ranks.
+"""MpiPeers: makes every MPI collective end, with its result or with an error on all ranks that run.
 
-MPI itself has no timeouts, and where ranks call different collectives it waits for ever or mixes
-their data. So collectives are begun without blocking and waited for here, where a rank looks at the
-clock, at Ctrl-C, and at what others tell:
+MPI itself has no timeouts, and if ranks call different collectives it waits for ever or mixes their
+data. So collectives are begun without blocking. This module waits for them, and meanwhile checks
+the time, interrupts, and what others tell:
 
 - With each collective a rank sends a message of 96 bytes to the next rank: what it calls, and its
   number in the order of calls. The ring of these messages shows a rank that skips or repeats one,
@@ -10,10 +10,10 @@ clock, at Ctrl-C, and at what others tell:
   the number of ranks has bits, so that none begins where ranks call different ones.
 - A rank that gives up, or raises, tells each other rank once. They look for such notices when they
   begin a collective and, while they wait, every millisecond.
-- A process that ends by an exception tells it, too; and since MPI ends a process only when all
-  come to their ends, it then ends the job: after :data:`_LAST` seconds where others do not.
+- A process that ends by an exception tells it, too. MPI ends a process only when all processes end,
+  so it then aborts the job, after :data:`_LAST` seconds if others have not ended.
 
-What a collective that was given up would have read or written is kept as long as the process.
+The memory of a collective that was given up is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NOTICE_TAG, _HEADER_TAG = 24332, 24333
 _LAST = 5.0
 _PRINTS = 0.3
-"""Seconds in which a launcher passes on what was printed, before it hears of the job's end."""
+"""Seconds in which a launcher can pass on printed output, before the job is aborted."""
 _BUSY = 1.0
 """Seconds for which a rank waits without sleeping."""
 
@@ -84,12 +84,12 @@ class MpiPeers(Peers):
             begin: begins it and returns its requests.
             memory: what MPI reads and writes until it is over.
             timeout: seconds to wait for others.
-            reduces: whether it must not meet another collective's data, of which MPI cannot make
-                numbers: then no rank begins before all have come.
+            reduces: whether values are reduced, which MPI cannot do with another collective's data:
+                then no rank begins before all have called it.
 
         Raises:
-            ZerocastError: where the group has failed before, or another rank has said that it
-                does not come. What is returned raises, too, as :class:`Communicator` says.
+            ZerocastError: where the group has failed before, or another rank has told that it will
+                not call it. What is returned raises, too, as :class:`Communicator` says.
         """
         made = self._call(call, timeout)
         with self._failing(made, memory):
@@ -113,8 +113,8 @@ class MpiPeers(Peers):
         return wait
 
     def _send_header(self, made: Call, distance: int) -> tuple[MPI.Request, bytearray, int]:
-        """Tell the rank ``distance`` further what is called, and begin to hear it of the rank
-        ``distance`` before.
+        """Send the call's header to the rank ``distance`` further, and begin to receive that of the
+        rank ``distance`` before.
         """
         theirs, tag = bytearray(HEADER), _HEADER_TAG + distance.bit_length()
         source, to = (self._rank - distance) % self._size, (self._rank + distance) % self._size
@@ -152,7 +152,7 @@ class MpiPeers(Peers):
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
             self._kept += [self._comm.isend(words, rank, _NOTICE_TAG) for rank in others]
-        except self._mpi.Exception:  # MPI is past sending; who waits has its timeout
+        except self._mpi.Exception:  # MPI sends no more; ranks that wait have their timeout
             return
 
     def _listen(self) -> None:

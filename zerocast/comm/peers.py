@@ -1,7 +1,7 @@
-"""Peers: what a process knows of the other ranks of a group that are processes, too.
+"""Peers: what a process knows of the other ranks of a group, which are processes, too.
 
-All communicators of one group in a process share it, for they share the order of its collectives.
-A transport adds how ranks hear of each other.
+All communicators of one group in a process share one object, because they share the order of its
+collectives. A transport adds how ranks tell each other their states.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Call:
         timeout: seconds to wait for others.
         begun: when this rank called it.
         requests: of all that is sent and received for it.
-        heard_at: when this rank heard that another goes no further.
+        heard_at: when this rank was told that another makes no further collectives.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def header(self) -> bytes:
-        """What other ranks are sent of it."""
+        """The bytes that other ranks compare with their own."""
         return f"{self.count} {self.text}".encode()[:HEADER].ljust(HEADER)
 
 
@@ -70,7 +70,7 @@ class Peers(ABC):
         self._failure: ZerocastError | None = None
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others what keeps this rank from coming to the next collective."""
+        """Tell the others what keeps this rank from the next collective."""
         if self._failure is None:
             self._tell(Said(RAISED, self._count, told(error)))
 
@@ -78,19 +78,19 @@ class Peers(ABC):
 
     @abstractmethod
     def _send(self, words: Said) -> None:
-        """Bring ``words`` to all others without waiting for them."""
+        """Send ``words`` to all other ranks without waiting for them."""
 
     @abstractmethod
     def _listen(self) -> None:
-        """Take into ``_said`` what others have told."""
+        """Store in ``_said`` what other ranks have told."""
 
     @abstractmethod
     def _keep(self, made: Call, memory: Any) -> None:
-        """Keep what a collective that is given up may still read and write."""
+        """Keep the memory that a collective which was given up may still read and write."""
 
     @abstractmethod
     def _seen(self, error: BaseException) -> str | None:
-        """Return what the transport says by ``error``; None for an exception that is not of it."""
+        """Return the transport's message if ``error`` is one of its exceptions; else None."""
 
     # --- the course of a collective ---
 
@@ -101,7 +101,9 @@ class Peers(ABC):
         return made
 
     def _look(self, made: Call, kind: str = WAITS) -> None:
-        """Raise where no end of a collective can be expected any more, saying ``kind`` of it."""
+        """Raise if the collective cannot be expected to end; then this rank tells the others
+        ``kind``.
+        """
         if self._failure is not None:
             raise PeerFailedError(
                 f"{made.text} cannot end after a failure of its group: {self._failure}"
@@ -109,7 +111,7 @@ class Peers(ABC):
         self._listen()
         lost, now = self._lost(), time.monotonic()
         if lost is not None:
-            # Who had begun this collective, and raised after it, may yet bring it to its end.
+            # A rank that raised after it had begun this collective may still complete it.
             made.heard_at = made.heard_at or now
             if lost < made.count or now - made.heard_at > GRACE:
                 raise self._fail(made, kind=kind)
@@ -117,8 +119,8 @@ class Peers(ABC):
             raise self._fail(made)
 
     def _lost(self) -> int | None:
-        """Return the fewest collectives that a rank has begun which has said that it goes no
-        further; None where none has.
+        """Return the fewest collectives begun by a rank that makes no further ones; None if there
+        is no such rank.
         """
         own = self._said.get(self._rank)
         here = own and (own.kind, own.count)
@@ -147,7 +149,7 @@ class Peers(ABC):
 
     @contextmanager
     def _failing(self, made: Call, memory: Any) -> Iterator[None]:
-        """Let the group fail with whatever the context raises."""
+        """Mark the group as failed if the context raises an exception."""
         try:
             yield
         except BaseException as error:
@@ -161,7 +163,9 @@ class Peers(ABC):
             raise
 
     def _fail(self, made: Call, seen: str = "", *, kind: str = WAITS) -> ZerocastError:
-        """Give up, and tell it; return the error, once others have had time to say what they do."""
+        """Give up, and tell the others; return the error, once they have had time to tell their
+        states.
+        """
         if self._failure is None:
             self._tell(Said(kind, made.count, made.text))
             until = time.monotonic() + grace(made.timeout)
@@ -174,7 +178,7 @@ class Peers(ABC):
         return self._failure
 
     def _is_explained(self) -> bool:
-        """Say whether no rank's words could add to why a collective does not end."""
+        """Say whether no further state could explain better why a collective does not end."""
         others = [words.kind for rank, words in self._said.items() if rank != self._rank]
         return len(others) == self._size - 1 or RAISED in others or MISMATCH in others
 

@@ -1,4 +1,4 @@
-"""RecordingCommunicator: what a group's collectives were, how often, how large, how long.
+"""RecordingCommunicator: counts a group's collectives, their bytes and their time.
 
 Note: bytes sent
 ~~~~~~~~~~~~~~~~
@@ -99,13 +99,10 @@ class RecordingCommunicator(Communicator):
         """Forget what was counted."""
         self.traffic = {}
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        with self._count("all_reduce", lambda: self._all_reduce(buffer)):
-            self.comm.all_reduce_max_(buffer)
-
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        with self._count("all_reduce", lambda: self._all_reduce(buffer)):
-            self.comm.all_reduce_sum_(buffer)
+    def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
+        sent = lambda: (buffer.nbytes, 2 * (self.size - 1) * buffer.nbytes // self.size)  # noqa: E731
+        with self._count("all_reduce", sent):
+            getattr(self.comm, what)(buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
@@ -156,9 +153,6 @@ class RecordingCommunicator(Communicator):
         return f"RecordingCommunicator({self.comm!r})"
 
     # What a collective is called on and what it sends, in bytes, once it has accepted its buffer.
-
-    def _all_reduce(self, buffer: torch.Tensor) -> tuple[int, int]:
-        return buffer.nbytes, 2 * (self.size - 1) * buffer.nbytes // self.size
 
     def _all_gather(self, buffer: torch.Tensor, counts: Parts) -> tuple[int, int]:
         return buffer.nbytes, buffer.nbytes - self._part(buffer, counts, self.rank + 1)

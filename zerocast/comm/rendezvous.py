@@ -1,14 +1,14 @@
 """ThreadWorld and ThreadGroup: how threads that act as ranks wait for each other without a
 deadlock.
 
-A :class:`ThreadWorld` is all threads of one run, a :class:`ThreadGroup` some of them that exchange
-things again and again, each time in a *rendezvous*. It takes place when the last member has called:
-that thread combines what all have brought, then all go on.
+A :class:`ThreadWorld` is all threads of one run, a :class:`ThreadGroup` some of them, which
+exchange objects repeatedly, each time in a *rendezvous*. It takes place when the last member has
+called: that thread combines all contributions, then all go on.
 
 The world records which ranks wait and which have returned. When no rank is running, no rendezvous
-that lacks a member can take place any more, so a deadlock is seen the moment it arises and not by a
-timeout: every waiting rank raises an error that says which ranks wait for what. A timeout is for
-ranks that run and do not come.
+that lacks a member can take place any more, so a deadlock is found at once and not by a timeout:
+every waiting rank raises an error that says which ranks wait for what. The timeout is for ranks
+that run and do not call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ThreadWorld:
     Attributes:
         size: how many ranks started.
         timeout: the seconds that a rank waits for others.
-        released: the ranks that were sent home by :class:`PeerFailedError`.
+        released: the ranks that raised :class:`PeerFailedError`.
         broken_at: when no further rendezvous could take place, by ``time.monotonic``.
     """
 
@@ -45,20 +45,20 @@ class ThreadWorld:
         self.broken_at = math.inf
 
     def leave(self, rank: int) -> None:
-        """``rank`` has returned and comes to no further rendezvous."""
+        """Note that ``rank`` has returned and takes part in no further rendezvous."""
         with self.condition:
             self._returned.add(rank)
             self.look_for_deadlock()
 
     def announce(self, rank: int, error: BaseException) -> None:
-        """``rank`` has raised ``error`` in the middle of what all do together: should others come
-        to wait for it in vain, they are told.
+        """Note that ``rank`` has raised ``error``, for the message of ranks that wait for it in
+        vain.
         """
         with self.condition:
             self._raised[rank] = told(error)
 
     def fail(self, who: str, error: BaseException) -> None:
-        """``who`` has raised ``error``: release everybody who waits, and whoever comes later."""
+        """Note that ``who`` has raised ``error``: ranks that wait, now or later, raise an error."""
         with self.condition:
             self._break(PeerFailedError, f"{who} raised {type(error).__name__}: {error}")
 
@@ -79,7 +79,7 @@ class ThreadWorld:
         )
 
     def look_for_deadlock(self) -> None:
-        """Break the world where every rank waits or has returned, and somebody waits."""
+        """Break the world if every rank waits or has returned, and at least one waits."""
         if not self.waiting or len(self.waiting) + len(self._returned) < self.size:
             return
         states = {rank: f"waits in {what}" for rank, what in self.waiting.items()}
@@ -130,11 +130,11 @@ class ThreadGroup:
     def rendezvous(
         self, place: int, what: object, brings: Any, begin: Callable[[list[Any]], Any]
     ) -> Any:
-        """Wait for all members; return what ``begin`` made of the things they brought.
+        """Wait for all members; return what ``begin`` made of their contributions.
 
         Args:
             place: this member's place in the group.
-            what: what it has come for; its ``str`` follows "rank 3 waits in" in a message.
+            what: the call; its ``str`` follows "rank 3 waits in" in a message.
             brings: its contribution.
             begin: called once, by the last to arrive, with all contributions by place. It must not
                 raise, and should be quick: all ranks of the world wait meanwhile.
@@ -171,7 +171,7 @@ class ThreadGroup:
 
 
 def one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:
-    """Return the lowest rank's own error; every other one that says something else, as its context."""
+    """Return the lowest rank's own error, with different ones of other ranks as its context."""
     own = [errors[rank] for rank in sorted(errors) if rank not in released]
     own = own or [errors[min(errors)]]  # whose rank raised first may be stuck
     chain, said = _chain(own[0]), {repr(own[0])}

@@ -1,4 +1,4 @@
-"""SingleRank: a group of one. Its collectives have nothing to do, and check what they are given."""
+"""SingleRank: a group of one rank. Its collectives only check their arguments."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ class SingleRank(Communicator):
     size = 1
     timeout = math.inf
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        buffers.reduce_operand("all_reduce_max_", buffer)
-
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        buffers.reduce_operand("all_reduce_sum_", buffer)
+    def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
+        buffers.reduce_operand(what, buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         buffers.gather_operands(buffer, counts, self.size)
@@ -32,9 +29,8 @@ class SingleRank(Communicator):
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
-        output, buffer, takes, gives = buffers.exchange_operands(
-            output, buffer, received, sent, self.size
-        )
+        operands = buffers.exchange_operands(output, buffer, received, sent, self.size)
+        output, buffer, takes, gives, _ = operands
         if takes != gives:
             raise InputError(
                 f"all_to_all on one rank receives what it sends, got {takes[0]} bytes to receive "
@@ -50,7 +46,7 @@ class SingleRank(Communicator):
         return [pickle.loads(buffers.pickled(obj))]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SingleRank)

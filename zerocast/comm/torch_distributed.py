@@ -1,8 +1,8 @@
 """TorchDistributedCommunicator: ranks are those of a torch.distributed ProcessGroup.
 
-Written for what every backend can do. What only moves travels as bytes, since gloo knows neither
-float8 nor 16-bit integers. Parts of unequal length are one call under NCCL, which groups them;
-since gloo gathers only equal ones, they are broadcast there, each by its owner and all at once.
+It uses only what every backend can do. Data that is moved and not reduced is sent as bytes, because
+gloo has neither float8 nor 16-bit integers. Parts of unequal length are one call under NCCL, which
+groups them; gloo gathers only equal ones, so each owner broadcasts its part there, all at once.
 
 NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.torch_peers`).
 """
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
+from zerocast.comm.buffers import Exchange
+from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import check_timeout
 from zerocast.comm.peers import Begin
+from zerocast.comm.processes import ProcessCommunicator
 from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class TorchDistributedCommunicator(Communicator):
+class TorchDistributedCommunicator(ProcessCommunicator):
     """The ranks of a ProcessGroup; ranks here are those of the group, not the global ones.
 
     A tensor on a device that the group's backends do not serve (the CPU under NCCL alone) is copied
@@ -39,6 +40,8 @@ class TorchDistributedCommunicator(Communicator):
         timeout: how many seconds a collective waits for other ranks, which becomes the group's own
             timeout. None means the one that it has, by ``init_process_group`` or ``new_group``.
     """
+
+    _skips_empty = True
 
     def __init__(self, group: ProcessGroup, *, timeout: float | None = None) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -65,7 +68,7 @@ class TorchDistributedCommunicator(Communicator):
         return timeout_of(self._group)
 
     @functools.cached_property
-    def _peers(self) -> TorchPeers:
+    def _peers(self) -> TorchPeers:  # type: ignore[override]
         return TorchPeers.of(self._group)
 
     def stages(self, device: torch.device) -> bool:
@@ -76,97 +79,9 @@ class TorchDistributedCommunicator(Communicator):
         """torch's group of these ranks."""
         return self._group
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        flat = buffers.reduce_operand("all_reduce_max_", buffer)
-        self._all_reduce("all_reduce_max_", flat, dist.ReduceOp.MAX)
-
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
-        flat = buffers.reduce_operand("all_reduce_sum_", buffer)
-        self._all_reduce("all_reduce_sum_", flat, dist.ReduceOp.SUM)
-
-    def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        if not flat.numel():
-            return
-        with self._served(flat) as served:
-            self._start_all_gather(served, chunks)()
-
-    def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        if not flat.numel() or self.stages(flat.device):
-            return super().start_all_gather_(buffer, counts)
-        return self._start_all_gather(flat, chunks)
-
-    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
-        """Begin the gather of ``chunks`` bytes a rank; what is returned waits for it."""
-        pieces = flat.split(chunks)
-
-        def begin() -> list[Any]:
-            if len(set(chunks)) == 1:
-                return [all_gather(flat, pieces[self.rank], group=self._group, async_op=True)]
-            if self._backends[flat.device.type] == "nccl":
-                own = pieces[self.rank]
-                return [dist.all_gather(list(pieces), own, group=self._group, async_op=True)]
-            return [
-                dist.broadcast(piece, self._global(root), group=self._group, async_op=True)
-                for root, piece in enumerate(pieces)
-                if piece.numel()
-            ]
-
-        text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
-        return self._start(text, begin, flat)
-
-    def start_all_to_all(
-        self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
-    ) -> Wait:
-        out, flat, takes, gives = buffers.exchange_operands(
-            output, buffer, received, sent, self.size
-        )
-        staged = self.stages(flat.device)
-        # Backends read and write different memory.
-        served = flat.to(self._serving) if staged else flat
-        if buffers.is_in_place(out, served):
-            served = served.clone()
-        arrived = torch.empty_like(out, device=served.device) if staged else out
-        size = f" of {served.numel()} bytes" if received is None and sent is None else ""
-        wait = self._start(
-            f"all_to_all{size}",
-            lambda: [
-                dist.all_to_all_single(
-                    arrived, served, takes, gives, group=self._group, async_op=True
-                )
-            ],
-            (served, arrived),
-        )
-        if staged:
-            wait()
-            out.copy_(arrived)
-            return nothing_to_wait_for
-        return wait
-
-    def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        flat = buffers.broadcast_operand(buffer, root, self.size)
-        if flat.numel():
-            with self._served(flat) as served:
-                self._start(
-                    f"broadcast_ of {served.numel()} bytes from rank {root}",
-                    lambda: [
-                        dist.broadcast(served, self._global(root), group=self._group, async_op=True)
-                    ],
-                    served,
-                )()
-
     def barrier(self) -> None:
         begin = lambda: [dist.barrier(self._group, async_op=True)]  # noqa: E731
         self._start("barrier", begin, torch.empty(0, dtype=torch.uint8, device=self._serving))()
-
-    def announce(self, error: BaseException) -> None:
-        self._peers.announce(error)
-
-    def _start(self, call: str, begin: Begin, memory: Any) -> Wait:
-        tensor = memory[0] if isinstance(memory, tuple) else memory
-        is_gloo = self._backends[tensor.device.type] == "gloo"
-        return self._peers.start(call, begin, memory, self.timeout, is_gloo=is_gloo)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TorchDistributedCommunicator):
@@ -189,23 +104,33 @@ class TorchDistributedCommunicator(Communicator):
             )
         return group
 
-    def _all_reduce(self, what: str, flat: torch.Tensor, op: Any) -> None:
-        if flat.numel():
-            with self._served(flat) as served:
-                self._start(
-                    f"{what} on {served.dtype} [{served.numel()}]",
-                    lambda: [dist.all_reduce(served, op, group=self._group, async_op=True)],
-                    served,
-                )()
-
     @property
-    def _serving(self) -> torch.device:
+    def _serving(self) -> torch.device:  # type: ignore[override]
         """A device whose tensors the group takes."""
         return torch.device(next(iter(self._backends)))
 
-    def _served(self, tensor: torch.Tensor) -> Any:
-        device = self._serving if self.stages(tensor.device) else None
-        return buffers.on_device(tensor, device)
+    def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
+        tensor = memory[0] if isinstance(memory, tuple) else memory
+        is_gloo = self._backends[tensor.device.type] == "gloo"
+        return self._peers.start(call, begin, memory, self.timeout, is_gloo=is_gloo)
 
-    def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self._group, rank)
+    def _begin_all_reduce(self, what: str, flat: torch.Tensor) -> list[Any]:
+        op = dist.ReduceOp.MAX if what == "all_reduce_max_" else dist.ReduceOp.SUM
+        return [dist.all_reduce(flat, op, group=self._group, async_op=True)]
+
+    def _begin_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> list[Any]:
+        pieces = flat.split(chunks)
+        own = pieces[self.rank]
+        if len(set(chunks)) == 1:
+            return [all_gather(flat, own, group=self._group, async_op=True)]
+        if self._backends[flat.device.type] == "nccl":
+            return [dist.all_gather(list(pieces), own, group=self._group, async_op=True)]
+        sent = [(root, piece) for root, piece in enumerate(pieces) if piece.numel()]
+        return [each for root, piece in sent for each in self._begin_broadcast(piece, root)]
+
+    def _begin_all_to_all(self, given: Exchange) -> list[Any]:
+        return [dist.all_to_all_single(*given[:4], group=self._group, async_op=True)]
+
+    def _begin_broadcast(self, flat: torch.Tensor, root: int) -> list[Any]:
+        source = dist.get_global_rank(self._group, root)
+        return [dist.broadcast(flat, source, group=self._group, async_op=True)]

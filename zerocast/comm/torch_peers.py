@@ -1,13 +1,13 @@
-"""TorchPeers: lets every collective of a gloo group end, with its result or with an error.
+"""TorchPeers: makes every collective of a gloo group end, with its result or with an error.
 
 gloo waits as long as its group's timeout says, in C++, where no interrupt reaches it, and ends the
-process where two ranks' tensors differ in length. So a rank waits in slices of time, between which
-it looks at what others have said; and before each collective 96 bytes a rank are gathered, what
-each calls and its number in the order of calls. Ranks say that they give up, or what they raised,
-in the group's store.
+process where two ranks' tensors differ in length. So a rank waits in slices of time, and between
+these reads what others have told. Before each collective 96 bytes a rank are gathered: what each
+calls, and its number in the order of calls. Ranks tell that they give up, or what they raised, in
+the group's store.
 
-NCCL has a watchdog of its own, which ends the process after the group's timeout. Nothing of this is
-done for its collectives, which the host does not take part in; what torch raises of them arrives as
+NCCL has a watchdog of its own, which ends the process after the group's timeout. Its collectives,
+in which the host takes no part, are not watched here; an error of torch's becomes
 :class:`zerocast.PeerFailedError`.
 """
 
@@ -64,7 +64,7 @@ class TorchPeers(Peers):
 
         Raises:
             ZerocastError: where the group has failed before, another rank calls something else, or
-                has said that it does not come. What is returned raises, too, as
+                has told that it will not call it. What is returned raises, too, as
                 :class:`Communicator` says.
         """
         looks = is_gloo and self._size > 1
@@ -94,7 +94,7 @@ class TorchPeers(Peers):
             self._check_header(made, theirs.numpy().tobytes(), rank)
 
     def _until(self, made: Call, work: Work) -> None:
-        """Wait for what gloo does; raise where its end cannot be expected any more."""
+        """Wait for a collective of gloo; raise if it cannot be expected to end."""
         while True:
             try:
                 work.wait(_SLICE)

@@ -1,4 +1,4 @@
-"""OneOfMany: one rank of a group whose other ranks are not there."""
+"""OneOfMany: one rank of a group whose other ranks do not exist."""
 
 import math
 from typing import Any
@@ -14,11 +14,11 @@ class OneOfMany(Communicator):
     their buffers as they are. For buffers on the meta device, which hold no values anyway.
 
     Args:
-        device: "cuda" or "cpu": where the buffers would be. A host takes part in collectives on the
-            CPU, so ranks hear of each other's errors there.
+        device: "cuda" or "cpu": where the buffers would be. The host takes part in collectives on
+            the CPU, so ranks exchange errors there.
     """
 
-    timeout = math.inf  # nobody is waited for
+    timeout = math.inf  # no rank is waited for
 
     def __init__(self, rank: int, size: int, device: str) -> None:
         self.rank, self.size, self._device = rank, size, device
@@ -26,10 +26,7 @@ class OneOfMany(Communicator):
     def captures(self, device: torch.device) -> bool:
         return self._device == "cuda"
 
-    def all_reduce_max_(self, buffer: torch.Tensor) -> None:
-        """Reduce nothing."""
-
-    def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
+    def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
         """Reduce nothing."""
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
@@ -47,4 +44,4 @@ class OneOfMany(Communicator):
         return [obj] * self.size
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once."""
