@@ -1,7 +1,8 @@
 """Chooses the backend that does the arithmetic on a device.
 
-CPU tensors go to the native library, CUDA tensors to our kernels. Where those cannot run, and on
-other devices, the reference steps in, which is right everywhere and fast nowhere; with one warning.
+CPU tensors go to the native library, CUDA tensors to our kernels. If those cannot run, and on other
+devices, the reference backend is used, which is right everywhere and fast nowhere, with one
+warning.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
 
 
 def _index(device: torch.device) -> int | None:
-    """Which GPU: tensors always say, a bare ``"cuda"`` means the current one."""
+    """Return the index of a GPU; ``"cuda"`` without one means the current GPU."""
     if device.type != "cuda" or device.index is not None:
         return device.index
     return torch.cuda.current_device() if torch.cuda.is_available() else None

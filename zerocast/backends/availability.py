@@ -12,8 +12,7 @@ import torch
 from zerocast.arguments import check_flag
 
 Answer = bool | tuple[bool, str]
-"""Whether, or with ``return_reason=True`` that and the reason why not, which is empty where it
-does."""
+"""Whether it is so; with ``return_reason=True`` that, and the reason why not, "" if it is."""
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:

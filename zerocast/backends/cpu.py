@@ -215,7 +215,8 @@ class CpuBackend(ReferenceBackend):
         operands: Sequence[object],
     ) -> Callable[..., None]:
         """Return the call of ``operation`` over a table of ``rows``, which point into ``operands``:
-        those stay alive as long as it may be made. Each call may be given a further table.
+        the operands stay alive as long as the call may be made. Each call may be given a further
+        table.
         """
         first = [] if numerics is None else [_table([tables.numerics_fields(numerics, self.name)])]
         if not rows:
@@ -236,8 +237,8 @@ class CpuBackend(ReferenceBackend):
 
 
 _forked: int | None = None
-"""The thread that a forked process began with. OpenMP would wait there for the threads that it had
-in the parent, and forever, as it does for torch's own operations.
+"""The first thread of a forked process. There OpenMP would wait forever for the threads that it had
+in the parent process, as it does in torch's own operations.
 """
 
 

@@ -9,7 +9,7 @@ from zerocast.numerics import Launch, Numerics, Operands
 
 
 def nothing(*given: object) -> None:
-    """The launch of an operation on no elements."""
+    """Do nothing: the launch of an operation on no elements."""
 
 
 def in_turn(first: Launch, second: Launch) -> Launch:

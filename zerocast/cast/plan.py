@@ -59,10 +59,10 @@ class CastPlan:
     Args:
         model_weights: the quantized weights, whole on every rank. A tied weight is given once.
         master_weights: for each weight this rank's shard, FP32, BF16 or FP16, contiguous, any
-            shape, as a torch tensor or anything that speaks DLPack (a CuPy array); None or no
-            elements where the rank owns nothing. Values of 16 bits are read as they are, and give
-            the bytes of the same values in FP32; weights, and ranks, may differ in dtype. Read by
-            every :meth:`cast`, so update it in place, or hand new ones to :meth:`cast`.
+            shape, as a torch tensor or another that supports DLPack (CuPy's); None or no elements
+            where the rank owns nothing. Values of 16 bits are read as they are, and give the bytes
+            of the same values in FP32; weights, and ranks, may differ in dtype. Every :meth:`cast`
+            reads them: update them in place, or give it new ones.
         start_offsets: for each weight the element, in the flattened weight, at which the master
             starts; None with a master of None.
         group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a
@@ -81,20 +81,19 @@ class CastPlan:
             Costs a host synchronisation a cast.
         amax_groups: weights that a server will fuse and that therefore share one tensor amax, by
             patterns of their ``names``: ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
-            :mod:`zerocast.cast.amax_groups`. Weights that :func:`zerocast.nn.convert` grouped are
-            grouped here, too.
+            :mod:`zerocast.cast.amax_groups`. Those that :func:`zerocast.nn.convert` grouped are,
+            too.
         exchange: "full": every rank has every scale after :meth:`cast`, for callers who gather the
-            codes by themselves. "boundary": only the amaxes of tensors and of blocks that ranks
-            share are reduced, and scales travel with the codes in :meth:`all_gather`, or by
-            themselves in :meth:`all_gather_scales`, and until then weights must not be read. The
-            bytes are the same. See :mod:`zerocast.cast.amax_buffers`.
+            codes. "boundary": only the amaxes of tensors and of blocks that ranks share are
+            reduced, and scales are gathered with the codes in :meth:`all_gather`, or alone in
+            :meth:`all_gather_scales`; until then weights must not be read. The bytes are the same.
+            See :mod:`zerocast.cast.amax_buffers`.
         verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or in "full"
             a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
 
     Attributes:
-        step: the number of casts. A caller that counts steps of its own sets it before each
-            :meth:`cast`, on every rank; ranks compare it there, at no further collective, and
-            under ``verify``.
+        step: the number of casts. A caller that counts steps sets it before each :meth:`cast`, on
+            every rank; ranks compare it there, without a further collective, and under ``verify``.
         fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
             plan have the same one.
 

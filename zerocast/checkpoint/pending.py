@@ -1,4 +1,4 @@
-"""Saves that go on beside the training: a thread writes copies, and nobody waits for it."""
+"""Saves that go on beside the training: a thread writes copies while training continues."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import ZerocastError
 
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
-"""By optimizer, a save that nobody has waited for."""
+"""By optimizer, a save that has not been waited for."""
 
 
 class PendingSave:
     """A save that goes on; what ``save(..., asynchronous=True)`` returns.
 
-    Where it fails the rank says so in the log of ``zerocast`` at once; the next call raises.
+    If it fails, the rank logs an error to the logger ``zerocast`` at once; the next call raises it.
 
     Args:
         path: the checkpoint.

@@ -34,11 +34,11 @@ def save(
 ) -> PendingSave | None:
     """Save all that a training continues from, bit for bit, on any number of ranks. Collective.
 
-    Masters, optimizer state and options, averages, what recipes remember, steps. A directory that
-    holds a checkpoint already holds the new one afterwards; until the last rename of the save it
-    holds the old one, whole, and so it does after a save that failed or was killed. Every rank
-    writes its own part, so all of them must see the directory (a shared file system). A rank takes
-    memory for two of its pieces, parts of one tensor each, at a time.
+    It saves masters, optimizer state and options, averages, recipe state and the number of steps. A
+    directory that holds a checkpoint already holds the new one afterwards; until the last rename of
+    the save it holds the old one, whole, and so it does after a save that failed or was killed.
+    Every rank writes its own part, so all of them must see the directory (a shared file system). A
+    rank takes memory for two of its pieces, parts of one tensor each, at a time.
 
     Args:
         path: a directory; or a file ending in ``.safetensors``, which rank 0 writes, gathering one

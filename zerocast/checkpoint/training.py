@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, in words that no optimizer has for itself alone.
+"""What a checkpoint holds of a training, in terms that all optimizers share.
 
 A :class:`zerocast.optim.ZeroOptimizer` and a torch optimizer of masters under FSDP2 hold the same
 things in different places. Both give them these names, so either loads what the other has saved:
@@ -10,7 +10,7 @@ things in different places. Both give them these names, so either loads what the
 and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON::
 
     options    of each param group
-    steps      that were made; 0 where nobody counts them
+    steps      that were made; 0 where they are not counted
     mode       of an optimizer that has modes
     averages   the decays of averages, which are state under ``ema(DECAY)``
     due        the weights whose recipe state is before the cast of these masters, and not after

@@ -134,5 +134,5 @@ def is_coded(flat: torch.Tensor) -> bool:
 
 
 def coded_groups(flats: Sequence[Any]) -> CodedGroups | None:
-    """Return the object that makes the weights of these flat ranges; None where none holds codes."""
+    """Return the object that makes the weights of these flat ranges; None if none hold codes."""
     return next((flat.zerocast_groups for flat in flats if is_coded(flat)), None)

@@ -32,8 +32,8 @@ def _quantized(params: Iterable[Any]) -> list[QuantizedTensor]:
 def check_configuration(
     theirs: Theirs, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse what cannot be right, in the first function that is given the model: the engine has
-    changed nothing of it.
+    """Refuse configurations that would train wrongly, in the first function that gets the model,
+    before the engine has changed it.
     """
     weights = _quantized(model.parameters())
     if not weights:
@@ -177,7 +177,7 @@ def point_to_flat(theirs: Theirs, self: Any, group_index: int) -> None:
 
 
 def take_over(theirs: Theirs, self: Any) -> None:
-    """Once masters are there, let go of the 16-bit ranges of groups that hold codes."""
+    """Free the 16-bit ranges of groups that hold codes, once masters exist."""
     groups = self.round_robin_bit16_groups
     coded = [i for i, params in enumerate(groups) if any(map(_is_quantized, params))]
     flats = self.bit16_groups_flat
@@ -205,7 +205,7 @@ def cast_and_gather(
     dp_process_group: Sequence[Any],
     **options: Any,
 ) -> None:
-    """Cast the groups that hold codes and gather these; the others as ever."""
+    """Cast the groups that hold codes and gather these; leave the others to DeepSpeed."""
     made = coded_groups(groups_flat)
     if made is not None:
         made.publish()
@@ -220,7 +220,7 @@ def cast_and_gather(
 
 @torch.no_grad()
 def restart_masters(theirs: Theirs, self: Any) -> None:
-    """Start masters from the weights, of which the 16-bit ranges are made for the occasion."""
+    """Start masters from the weights, whose 16-bit ranges exist during this call only."""
     partitions = self.parallel_partitioned_bit16_groups
     flats = {i: flat for i, flat in enumerate(self.bit16_groups_flat) if is_coded(flat)}
     for i in flats:

@@ -18,7 +18,7 @@ def install() -> None:
 
     Call it before ``deepspeed.initialize``, which then takes models whose weights hold codes
     (:func:`zerocast.nn.convert`, :func:`zerocast.model_init`), and refuses configurations under
-    which they could not be right. Models without such weights are trained as ever.
+    which they could not be right. Models without such weights are trained as without it.
 
     Raises:
         UnsupportedError: where DeepSpeed is not installed, or has functions with other parameters

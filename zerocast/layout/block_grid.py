@@ -1,8 +1,7 @@
 """BlockGrid: which elements share a scale. ScaleLayout: where those scales are stored.
 
 Every scaling scheme is a grid of blocks over the weight seen as a matrix [rows, cols]: FP8 per
-tensor is one block, NVFP4 is 16x16, a row-wise scheme 1 x cols. Ragged edges are served: a block
-holds what there is.
+tensor is one block, NVFP4 is 16x16, a row-wise scheme 1 x cols. Blocks at the edges may be smaller.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from zerocast.layout.extent import Extent
 Index = TypeVar("Index", int, torch.Tensor)
 
 TILE_ROWS = 32
-"""The rows of the highest tile of a kernel: so far around a shard's rows it may read and raise
-amaxes, of blocks without an element of the shard by 0."""
+"""The rows of the highest tile of a kernel. A kernel may raise the amaxes of blocks in as many rows
+around a shard, by 0 where a block has no element of the shard."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -81,8 +80,8 @@ class BlockGrid:
         )
 
     def touched(self, extent: Extent) -> range:
-        """Return the blocks whose amaxes a rank keeps that owns ``extent``: all of every row of
-        blocks that its rows, up to multiples of :data:`TILE_ROWS`, lie in.
+        """Return the blocks whose amaxes the owner of ``extent`` keeps: all of every row of blocks
+        in which its rows lie, once these are rounded out to multiples of :data:`TILE_ROWS`.
         """
         if not extent or not self.numel:
             return range(0)
@@ -92,7 +91,9 @@ class BlockGrid:
         return range(rows[0] * self.blocks_w, rows[1] * self.blocks_w)
 
     def owned(self, extent: Extent) -> range:
-        """Return the blocks whose first elements lie in ``extent``: their owner makes their scales."""
+        """Return the blocks whose first elements lie in ``extent``; its owner makes their
+        scales.
+        """
         return range(self.blocks_before(extent.start), self.blocks_before(extent.end))
 
     def blocks_before(self, element: int) -> int:

@@ -50,7 +50,7 @@ class Owners:
 
     @classmethod
     def of_extents(cls, extents: torch.Tensor) -> Owners:
-        """Return the same of int64 [size, weights, 2] on the CPU: every rank's start and end."""
+        """Make owners of int64 [size, weights, 2] on the CPU: every rank's start and end."""
         size, weights, _ = extents.shape
         rank, weight = (
             torch.arange(count, dtype=torch.int64, device="cpu") for count in (size, weights)
@@ -59,7 +59,7 @@ class Owners:
         return cls.of(weights, torch.stack([*places, *extents.view(-1, 2).unbind(1)], dim=1))
 
     def of_weights(self, weights: Sequence[int]) -> Owners:
-        """Return those of some of the weights, in this order."""
+        """Return the owners of some of the weights, in this order."""
         shards = [
             (place, rank, extent.start, extent.end)
             for place, weight in enumerate(weights)
@@ -72,7 +72,7 @@ class Owners:
         return len(self.weight)
 
     def of_weight(self, weight: int) -> list[tuple[int, Extent]]:
-        """Return the ranks that own elements of a weight, and which, in the order of the elements."""
+        """Return the ranks that own elements of a weight, each with these, in their order."""
         one = slice(int(self.first_of[weight]), int(self.first_of[weight + 1]))
         fields = self.rank[one].tolist(), self.start[one].tolist(), self.end[one].tolist()
         return [(rank, Extent(start, end)) for rank, start, end in zip(*fields, strict=True)]

@@ -109,15 +109,15 @@ class Plane:
         return self.block[self.grid_dim(dim)] == FULL
 
     def in_whole_bytes(self, bits: int) -> Plane:
-        """This plane where every row ends with a whole byte: an odd number of 4-bit codes is
-        followed by one more. Scales are stored as they were.
+        """Return this plane with rows of whole bytes: an odd number of 4-bit codes is followed by
+        one more. Scales are stored as they were.
         """
         grid = replace(self.grid, cols=round_up(self.grid.cols, 8 // bits))
         return replace(self, scales=replace(self.scales, grid=grid))
 
     def grid_dim(self, dim: int) -> int:
-        """Return the dimension of :attr:`grid` that the tensor's rows (``dim`` 0) or columns (1)
-        are.
+        """Return the dimension of :attr:`grid` that has the tensor's rows (``dim`` 0) or columns
+        (1).
         """
         return 1 - dim if self.is_transposed else dim
 

@@ -1,9 +1,9 @@
 """CutBlocks and SharedBlocks: which blocks, and which rows inside blocks, the boundaries between
 shards cut.
 
-The amax of a block that more than one rank owns elements of travels before a cast, and a scheme
-whose blocks choose between two scales exchanges what is known of them. Which they are is decided
-here, from who owns what, the same on every rank.
+The amax of a block of which several ranks own elements is reduced before a cast, and a scheme whose
+blocks choose between two scales exchanges their errors. This module finds these blocks from who
+owns what, the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from zerocast.layout.owners import Owners
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
-    """The places of one weight that more than one rank owns.
+    """The rows of blocks, and rows inside blocks, of one weight of which several ranks own
+    elements.
 
     Attributes:
         rows: the rows of blocks that are cut, ascending. (Blocks of such a row that one rank owns
@@ -82,7 +83,7 @@ class CutBlocks:
         self.count = int(counts.sum())
 
     def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return those that the boundaries of ``rank``'s shards cut, int64 [blocks] on the CPU
+        """Return the blocks that the boundaries of ``rank``'s shards cut, int64 [blocks] on the CPU
         each: the place of the plane, the block's number in it, and its entry.
         """
         mine = (self._left == rank) | (self._right == rank)
@@ -118,6 +119,6 @@ def _repeated(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _counted(counts: torch.Tensor) -> torch.Tensor:
-    """From 0 up to each count, one after the other."""
+    """Return the numbers from 0 up to each count, one count after the other."""
     total = torch.arange(int(counts.sum()), dtype=torch.int64, device="cpu")
     return total - (counts.cumsum(0) - counts)[_repeated(counts)]

@@ -1,9 +1,9 @@
 """What a checkpoint of Megatron-Core needs, to continue with weights of zerocast bit for bit.
 
 It holds masters, and the values of weights, but not their codes: masters are cast once they are
-loaded. What casts remember goes into the checkpoint, too: the amaxes of delayed scaling, the
-counters of stochastic rounding. It is the same on all ranks of a data-parallel group, however many
-there are, and the first of them writes it.
+loaded. The recipe state goes into the checkpoint, too: the amaxes of delayed scaling, the counters
+of stochastic rounding. It is the same on all ranks of a data-parallel group, however many there
+are, and the first of them writes it.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _KEY = "zerocast"
 
 
 def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add what the casts of the optimizer's weights remember to its sharded state."""
+    """Add the recipe state of the optimizer's weights to its sharded state."""
     from megatron.core.dist_checkpointing import ShardedObject
 
     state = theirs(self, *args, **kwargs)
@@ -34,7 +34,7 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
-    """Cast the masters that were loaded, by what was remembered when their codes were made."""
+    """Cast the masters that were loaded, from the recipe state with which their codes were made."""
     theirs(self, {key: value for key, value in state_dict.items() if key != _KEY})
     storages = _storages(self)
     if not storages or "param_state" not in state_dict:  # without masters

@@ -1,6 +1,5 @@
-"""What zerocast does where Megatron-Core would call TransformerEngine.
-
-Each function gets first what it replaces, and leaves to it what is not of zerocast.
+"""The functions that run where Megatron-Core would call TransformerEngine. The first argument of
+each is the function that it replaces, which it calls for all weights that are not zerocast's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -102,7 +101,7 @@ def _plan_of(
 
 
 def rebuild(theirs: Callable[..., Any], model_params: Sequence[torch.Tensor]) -> None:
-    """Derive what belongs to gathered codes."""
+    """Rebuild the derived copies from gathered codes."""
     ours = _quantized(model_params)
     if ours:
         post_all_gather_processing(ours)

@@ -45,7 +45,7 @@ class AdamWNumbers:
         weight_decay: float,
         maximize: bool,
     ) -> AdamWNumbers:
-        """Return the numbers of step number ``steps``, from 1 on, in FP64 as torch computes them."""
+        """Return the numbers of step ``steps``, from 1 on, in FP64 as torch computes them."""
         beta1, beta2 = betas
         weight = float(torch.tensor(1 - beta1, dtype=torch.float32, device="cpu"))
         from_gradient = weight >= 0.5
@@ -82,7 +82,7 @@ class AdamWUpdate:
     numbers: AdamWNumbers
 
     def of(self, start: int, end: int) -> AdamWUpdate:
-        """Return the same of elements ``start`` to ``end`` alone; tensors are flat."""
+        """Return the update of elements ``start`` to ``end`` alone; tensors are flat."""
         cut = slice(start, end)
         largest = self.max_exp_avg_sq
         return AdamWUpdate(

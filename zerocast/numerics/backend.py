@@ -1,4 +1,4 @@
-"""Backend: the contract that everybody fulfils who does the arithmetic."""
+"""Backend: the contract of the classes that do the arithmetic."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LaunchUpdates = Callable[[Sequence[AdamWUpdate | None]], None]
 
 @runtime_checkable
 class Backend(Protocol):
-    """Who does the arithmetic. Each method prepares one operation for many weights and returns its
-    launch.
+    """A class that does the arithmetic. Each method prepares one operation for many weights and
+    returns its launch.
 
     All tensors of one call lie on one device. Nothing is read or written before the launch. A
     launch with nothing to do (no weights, only empty shards) is a launch that does nothing. A
-    backend says here, before the first launch, what it cannot do: by
-    :class:`zerocast.errors.BackendError`.
+    method raises :class:`zerocast.errors.BackendError`, before the first launch, for what the
+    backend cannot do.
     """
 
     name: str
@@ -62,37 +62,37 @@ class Backend(Protocol):
         """
 
     def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        """As :meth:`partial_amax`, and the codes of the elements in ``whole``, in the same read of
-        the masters. A block's scale must depend on its own amax alone, and no other rank may hold
-        elements of a block in ``whole``.
+        """Do what :meth:`partial_amax` does, and write the codes of the elements in ``whole``, in
+        the same read of the masters. A block's scale must depend on its own amax alone, and no
+        other rank may hold elements of a block in ``whole``.
         """
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
-        """One step of AdamW on each of some tensors, element by element."""
+        """Make one step of AdamW on each of some tensors, element by element."""
 
     def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
-        """As :meth:`adamw` of masters, and of the updated ones what :meth:`partial_amax_cast` does;
-        under :class:`Float8DelayedNumerics` what :meth:`partial_cast` does. Masters that are
+        """Do :meth:`adamw` on masters, and on the updated ones what :meth:`partial_amax_cast` does,
+        or under :class:`Float8DelayedNumerics` what :meth:`partial_cast` does. Masters that are
         updated are FP32.
         """
 
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
-        """4-over-6, this rank's share of the decision, from reduced amaxes: choices of its own
-        blocks, errors and elements of the shared ones, in ``candidates``, whose exchanged tensors
-        hold 0.
+        """Write this rank's share of the decisions of 4-over-6, from reduced amaxes, into
+        ``candidates``, whose exchanged tensors hold 0: choices of its own blocks, errors and
+        elements of the shared ones.
         """
 
     def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
-        """4-over-6: the choices in cut rows of blocks, from the exchanged ``candidates``. Segments'
-        errors are made from their elements, into ``row_errors``.
+        """Write the choices of 4-over-6 in cut rows of blocks, from the exchanged ``candidates``.
+        Segments' errors are made from their elements, into ``row_errors``.
         """
 
     def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make ``amax`` and the stored scales of all planes that are not derived, of whole weights,
         from reduced amaxes; padding included, repeats included; of a plane without ``scale_inv``
-        none. What the numerics remembers of a weight that ``advances`` is brought up to date.
+        none. The state of a weight that ``advances`` is brought up to date.
         """
 
     def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:

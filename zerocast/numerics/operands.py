@@ -279,14 +279,14 @@ class TensorOperand:
             the whole tensor, the extent's start rounded down to a whole byte for buffers of the
             shard's own.
         tensor_amax: int32 [1]; may be the same memory as the block amaxes where there is one block.
-            None where scales belong to blocks alone and nobody judges amaxes.
+            None where scales depend on blocks alone and no amax is judged.
         amax: FP32 [1] that holds the tensor amax beside the scales, or None for numerics that
             stores none.
         delayed: of a tensor under :class:`Float8DelayedNumerics`.
         candidates: of a tensor under 4-over-6.
         rounding: of a tensor under stochastic rounding.
         advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
-            date. False where somebody else does.
+            date. False where other code does.
         values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
         whole: of the extent, the rows of blocks of all planes that one pass measures and casts; see
             :meth:`Backend.partial_amax_cast`.

@@ -1,4 +1,4 @@
-"""External writes: which weights other code has written, and what becomes of their masters.
+"""External writes: which weights other code has written, and how their masters follow.
 
 A step makes the weights from the masters, so a write in between (the model's ``load_state_dict``,
 ``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. The
@@ -61,7 +61,7 @@ class ExternalWrites:
         if self._shards.masters.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a CUDA graph cannot hold the step after weights were written, which starts their "
-                "masters anew; make one step before the capture."
+                "masters again; make one step before the capture."
             )
         self._shards.restart_masters(sorted(self._found))
 

@@ -12,7 +12,7 @@ another waits for it, its gradients in ``.grad``. Every backward pass sends ever
 its end those go that are not full, with zeros for weights that it did not reach. So the ranks make
 equally many backward passes between two steps, each through one weight of the optimizer at least,
 and may differ in which. Passes inside a pass count (checkpointing with ``use_reentrant=True``) and
-send everything anew each time: use ``use_reentrant=False``.
+send everything again each time: use ``use_reentrant=False``.
 
 A gradient that comes too late for its bucket, or was not made by backward (``param.grad = ...``),
 stays in ``.grad`` and goes with the next pass, or with one more exchange at the step. The step, or
@@ -131,7 +131,7 @@ class OverlappingReducer(GradientReducer):
         self._make_room(each)
         for index in each.pieces.keys() - self._packed:
             self._take(index)
-        self._begin(each, anew=not self._passes)
+        self._begin(each, replaces=not self._passes)
         self._bucket += 1
         self._packed.clear()
         self._awaited = self._to_come()
@@ -162,7 +162,7 @@ class OverlappingReducer(GradientReducer):
         self._reached |= left
         self._make_room(self._rounds[-1])
         self._write_tail(notes, leftover=bool(left))
-        self._begin(self._rounds[-1], anew=False)
+        self._begin(self._rounds[-1], replaces=False)
         self._finish()
         if any(each[-1] for each in self.notes()):
             self._end_pass()

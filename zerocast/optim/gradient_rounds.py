@@ -126,15 +126,15 @@ class Round:
         """Begin the exchange; what is returned waits for it."""
         return comm.start_all_to_all(self.buffer, self.buffer)
 
-    def sum_into(self, sums: torch.Tensor, *, anew: bool) -> None:
+    def sum_into(self, sums: torch.Tensor, *, replaces: bool) -> None:
         """Add the rows that have arrived, in rank order, to ``sums``, FP32 [num_columns]; with
-        ``anew`` the first of them takes the place of what stood there.
+        ``replaces`` the first of them takes the place of what stood there.
         """
         for section in self.sections:
             total, rows = sums[section.columns], section.rows.unbind(0)
-            if anew:
+            if replaces:
                 total.copy_(rows[0])
-            for row in rows[1:] if anew else rows:
+            for row in rows[1:] if replaces else rows:
                 total.add_(row)
 
 

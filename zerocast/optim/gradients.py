@@ -85,7 +85,7 @@ class GradientReducer:
                 each.pack(i, gradients[i])
             if each is self._rounds[-1]:
                 self._write_tail(notes)
-            self._begin(each, anew=True)
+            self._begin(each, replaces=True)
         self._finish()
         self._divide()
 
@@ -97,13 +97,13 @@ class GradientReducer:
         while any(each.buffer.data_ptr() == place for each, *_ in self._under_way):
             self._finish_first()
 
-    def _begin(self, round_: Round, *, anew: bool) -> None:
-        self._under_way.append((round_, round_.begin(self._shards.comm), anew))
+    def _begin(self, round_: Round, *, replaces: bool) -> None:
+        self._under_way.append((round_, round_.begin(self._shards.comm), replaces))
 
     def _finish_first(self) -> None:
-        each, wait, anew = self._under_way.popleft()
+        each, wait, replaces = self._under_way.popleft()
         wait()
-        each.sum_into(self.reduced, anew=anew)
+        each.sum_into(self.reduced, replaces=replaces)
         if each is self._rounds[-1]:
             self._answers = each.tail.clone()  # its buffer serves other rounds as well
 

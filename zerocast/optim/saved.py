@@ -1,4 +1,4 @@
-"""The law of a saved training state: what it says of itself, and which one an optimizer may load.
+"""The rules of a saved training state: what it says of itself, and which optimizer may load it.
 
 A state is masters, and what recipes and the inner optimizer remember of them. It continues a run
 bit for bit only in an optimizer that computes the same from it. So every saved state, whoever wrote

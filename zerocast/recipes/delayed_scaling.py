@@ -1,7 +1,7 @@
 """FP8 with one scale a tensor, made from the amaxes of earlier casts ("delayed scaling").
 
 The scale is known before the data is, so one pass over the data casts it and takes its amax, and
-the reduction of that amax hides behind whatever comes next. The price is state: each tensor has a
+other work can overlap the reduction of that amax. In return it needs state: each tensor has a
 history of amaxes. The numerics is :class:`zerocast.numerics.Float8DelayedNumerics`.
 """
 
@@ -47,7 +47,7 @@ class DelayedScaling(Recipe):
             the margin, over the amax.
         override_linear_precision: must stay (False, False, False): all three products of a layer
             are quantized.
-        reduce_amax: must stay True: over whom amaxes are reduced is the region's.
+        reduce_amax: must stay True: the region says over which ranks amaxes are reduced.
     """
 
     scheme = "delayed"
@@ -67,8 +67,8 @@ class DelayedScaling(Recipe):
     )
     reduce_amax: bool = fixed(
         True,
-        "over whom amaxes are reduced is the region's, and autocast(amax_reduction_group="
-        "zerocast.comm.SingleRank()) keeps every rank to its own",
+        "the region says over which ranks amaxes are reduced; with autocast(amax_reduction_group="
+        "zerocast.comm.SingleRank()) every rank uses its own",
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Gives the fields of a recipe, which ranks compare, as texts that are equal in all processes.
 
-Of a function what can be compared is: its module and name, byte code, constants, names, defaults,
-and the values that it closes over, as far as their texts tell them. What it reads from elsewhere
-(globals, files) is not compared. A function that ranks import from one file is the same one.
+A function is compared by its module and name, byte code, constants, names, defaults, and the values
+that it closes over, as far as their texts differ. What it reads from elsewhere (globals, files) is
+not compared. A function that ranks import from one file is the same one.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def _text(value: Any) -> str:
 
 
 def _parts(value: Any, depth: int) -> str:
-    """Return what of ``value`` can be compared."""
+    """Return the parts of ``value`` that can be compared, as a text."""
     if not depth:
         return ""
     parts: list[Any]

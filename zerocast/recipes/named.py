@@ -1,4 +1,4 @@
-"""Every scheme by its short name, and what a ``recipe`` argument may be, everywhere."""
+"""Every scheme by its short name, and the conversion of ``recipe`` arguments to recipes."""
 
 import dataclasses
 import json

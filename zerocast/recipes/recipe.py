@@ -40,13 +40,13 @@ class BufferSpec:
     fill: float = 0
 
     def allocate(self, device: torch.device, *leading: int) -> torch.Tensor:
-        """One that is unfilled, of shape [*leading, *shape]."""
+        """Return an unfilled tensor of shape [*leading, *shape]."""
         return torch.full((*leading, *self.shape), self.fill, dtype=self.dtype, device=device)
 
 
 def fixed(value: Any, reason: str) -> Any:
-    """Return a field that TransformerEngine's users pass and that means one thing here: only
-    ``value`` is taken, for the ``reason`` given.
+    """Make a field that TransformerEngine's users pass and of which only ``value`` is accepted
+    here, for the ``reason`` given.
     """
     return field(default=value, repr=False, metadata={"reason": reason})
 
@@ -193,7 +193,9 @@ class Recipe(ABC):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The buffers that casts remember things in: saved with masters, never gathered."""
+        """The names of buffers with state between casts, which are saved with masters and never
+        gathered.
+        """
         return ()
 
     @property
@@ -204,7 +206,7 @@ class Recipe(ABC):
     # --- what follows from it ---
 
     def for_role(self, role: Role) -> Recipe:
-        """Return the recipe that quantizes *its weights* as this one quantizes tensors of ``role``."""
+        """Return the recipe that quantizes *its weights* as this one does tensors of ``role``."""
         if role == "weight":
             return self
         gradients = role in ("grad_output", "grad_input")

@@ -1,4 +1,4 @@
-"""LowBitAllGather: one weight's way from the sharded master through FSDP2's all-gather.
+"""LowBitAllGather: casts one sharded master and makes the weight of what FSDP2 gathers.
 
 FSDP2 asks what to send (:func:`zerocast.sharded.casts.codes_to_send`) and hands over what was
 gathered (:meth:`LowBitAllGather.gathered_weight`). A :class:`zerocast.CastPlan` over the ranks that

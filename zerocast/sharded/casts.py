@@ -295,8 +295,8 @@ def mark_written(model: torch.nn.Module) -> None:
     :func:`precompute_scales_for_fsdp`, cast it.
 
     For code that writes masters where torch does not see it, by their addresses say, between
-    :func:`precompute_scales_for_fsdp` and the next forward; at any other time a gather finds out by
-    itself. All ranks that shard the model call it; nothing is communicated, and like
+    :func:`precompute_scales_for_fsdp` and the next forward; at any other time a gather finds such
+    writes itself. All ranks that shard the model call it; nothing is communicated, and like
     ``optimizer.step()`` it leaves the parameters sharded.
 
     Args:

@@ -8,8 +8,7 @@ the one that was due, to the same codes and the same state, bit for bit, on any 
 
 A cast is due if a master has other values than those that were cast (:class:`CastValues`).
 
-NOT here: where and how the state stands in a state dict, which is the layer's affair
-(:mod:`zerocast.nn.saved_state`).
+NOT here: where and how the state is stored in a state dict (:mod:`zerocast.nn.saved_state`).
 """
 
 import torch

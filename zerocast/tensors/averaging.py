@@ -1,10 +1,10 @@
 """Refuses modules that would average quantized weights by copying into a copy of them.
 
 Every copy into a quantized weight rounds, and an average moves by less than a rounding in a step,
-so it would stay or jump where it should creep. torch tells of every module that becomes a part of
-another, which is when such a module takes its copy. Not seen are averages that are no module (lists
-of copies): those that update in place (``lerp_``, ``add_``) are refused by the weights themselves,
-those that copy a computed value into one look like any write.
+so it would stay or jump where it should move slowly. torch calls a hook for every module that
+becomes part of another, which is when such a module makes its copy. Averages that are not modules
+(lists of copies) are not found here: weights themselves refuse updates in place (``lerp_``,
+``add_``), and a copy of a computed value looks like any other write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _AVERAGES = {
 
 
 def _refuse_quantized(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-    """Called by torch for every ``part`` that ``module`` is given."""
+    """Refuse a quantized ``part`` of an average; torch calls this for every part that ``module``
+    gets.
+    """
     if torch.compiler.is_compiling():
         return  # No average is made in a graph, and a module that is traced has no parts yet.
     kind = type(module)

@@ -9,12 +9,13 @@
     expand_scales    the stored scales, where ranks gather one a block
     transpose        the derived columnwise copies
 
-Recipes state arithmetic and planes, backends run operations; this alone knows their order. Delayed
-scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one pass, in
-``partial_amax``, and ``compute_scale`` closes the cast. Scales that belong to blocks alone wait for
-no other rank where a shard holds the whole block: such rows of blocks are measured and cast in one
-pass, in ``partial_amax``, and ``partial_cast`` writes the others. Where nothing may be written
-before the amaxes were judged, codes wait for ``compute_scale``, and precede it if it is delayed.
+Recipes state arithmetic and planes, backends run operations; their order is stated here alone.
+Delayed scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one
+pass, in ``partial_amax``, and ``compute_scale`` closes the cast. Scales that belong to blocks alone
+wait for no other rank where a shard holds the whole block: such rows of blocks are measured and
+cast in one pass, in ``partial_amax``, and ``partial_cast`` writes the others. Where nothing may be
+written before the amaxes were judged, codes wait for ``compute_scale``, and precede it if it is
+delayed.
 """
 
 from __future__ import annotations
@@ -104,14 +105,14 @@ class CastSteps:
         self._launches["transpose"] = prepare_rebuild(storages, backend, dict(operands))
 
     def run(self, *steps: str) -> None:
-        """Launch what there is to do in ``steps``."""
+        """Launch the operations of ``steps``."""
         for step in steps:
             for launch in self._launches[step]:
                 launch()
 
     def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
-        """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. Not
-        where amaxes are judged.
+        """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. It
+        cannot be used where amaxes are judged.
         """
         if self._updates is None:
             self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
@@ -167,14 +168,14 @@ class CastSteps:
 def _read_once(
     storage: QuantizedStorage, operand: TensorOperand, backend: Backend
 ) -> TensorOperand:
-    """Return the operand with what one pass measures and casts of it."""
+    """Return the operand with the rows that one pass measures and casts."""
     whole = whole_rows_of(storage, operand, backend)
     return replace(operand, whole=whole) if whole else operand
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:
-    """Return what one pass of ``backend`` measures and casts of an operand: rows of blocks that no
-    other rank has a part in, under scales that belong to blocks alone.
+    """Return the elements of an operand that one pass of ``backend`` measures and casts: rows of
+    blocks of which no other rank owns elements, under scales that depend on blocks alone.
     """
     recipe = storage.recipe
     if recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes():

@@ -12,7 +12,7 @@ communication library could write. So each collective is known here by name:
 
 A weight is sent as one message: a digest of what the bytes mean, the bytes, and padding that makes
 it longer than the value. So a rank that receives a plain tensor fails in the communication library,
-and a rank that receives a weight recognises a message that is none.
+and a rank that receives a weight recognises messages of other kinds.
 
 NOT here: the all-gather of a cast, which moves codes only (:mod:`zerocast.cast`).
 """
@@ -53,15 +53,15 @@ _WRITTEN: dict[str, tuple[int, ...]] = dict.fromkeys(_MOVED, (0,)) | {
 """Which arguments of a collective are written."""
 
 _SENDS_BYTES = ("c10d::send", "c10d::gather_")
-"""Those by which a rank sends without knowing what others receive into: always bytes."""
+"""The collectives by which a rank sends without knowing what others receive into: always bytes."""
 
 _DIGEST = 16
 _pending: set[PendingCollective] = set()
 
 
 def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Do what torch's collective ``func`` does, one of whose tensors is quantized, or a view of a
-    quantized one's value.
+    """Run torch's collective ``func``, one of whose tensors is quantized, or a view of a quantized
+    one's value.
 
     Raises:
         UnsupportedError: where it would write such a tensor otherwise than as a whole weight.
@@ -100,7 +100,7 @@ def _moved(
     outputs: list[torch.Tensor],
     inputs: list[torch.Tensor],
 ) -> Any:
-    """``func`` on messages in the place of weights."""
+    """Run ``func`` on messages in the place of weights."""
     destinations: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def message_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,32 +151,33 @@ class PendingCollective(torch.distributed.Work):
         """Wait as torch does; the weights have their bytes then.
 
         Raises:
-            RankMismatchError: where what came is no weight like this one. None was written.
+            RankMismatchError: where a received message is not of a weight like its own. None was
+                written.
         """
         done = self._work.wait(*timeout)
         self._take_over()
         return done
 
     def is_completed(self) -> bool:
-        """As torch's."""
+        """Return what torch's method does."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """As torch's."""
+        """Return what torch's method does."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """As torch's."""
+        """Return what torch's method does."""
         return self._work.exception()
 
     def source_rank(self) -> int:
-        """As torch's."""
+        """Return what torch's method does."""
         return self._work._source_rank()
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """As torch's."""
+        """Wait, as torch's method does."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
@@ -184,7 +185,7 @@ class PendingCollective(torch.distributed.Work):
         return [tensor for tensor, _ in self._destinations]
 
     def get_future(self) -> Any:
-        """As torch's, of the tensors that were written."""
+        """Return torch's future, of the tensors that were written."""
         written = self.result()
 
         def take_over(_: Any) -> list[torch.Tensor]:
@@ -249,9 +250,9 @@ def _unpack(message: torch.Tensor, storage: QuantizedStorage) -> None:
 def _check_message(storage: QuantizedStorage, message: torch.Tensor) -> None:
     if not torch.equal(message[:_DIGEST], _digest(storage)):
         raise RankMismatchError(
-            f"a quantized weight can be received from a weight of the same shape, recipe and "
-            f"buffers, and what was received for this one, {_meaning(storage)}, is none; give the "
-            f"same kind of weight on every rank, or move weight.dequantize()."
+            f"a quantized weight is received from one of the same shape, recipe and buffers, here "
+            f"{_meaning(storage)}, got another message; give the same kind of weight on every "
+            f"rank, or move weight.dequantize()."
         )
 
 
@@ -290,7 +291,7 @@ def _refusal(name: str, outputs: Sequence[torch.Tensor]) -> UnsupportedError:
     if any(isinstance(tensor, DequantizedView) for tensor in outputs):
         return UnsupportedError(
             f"{name} would write into a view of a quantized weight's value, which is decoded for "
-            f"the occasion, so what is received would be lost. Give it the weight itself (the "
+            f"this call, so what is received would be lost. Give it the weight itself (the "
             f"parameter, or its .data without .view()): all its bytes are moved then."
         )
     return UnsupportedError(

@@ -1,9 +1,9 @@
-"""Codes to values, also where torch.compile traces.
+"""Decodes codes to values, also where torch.compile traces.
 
-A backend may call a native library, which a tracing compiler cannot look into; a registered torch
-operation it takes as one opaque call with known output. What the codes mean (numerics and scale
-layout) crosses that border as text, and all of it: a compiled graph may be loaded from a cache by a
-process that never traced it.
+A backend may call a native library, which a compiler cannot trace; a registered torch operation is
+an opaque call with known output to it. Such a call is given all that the codes mean (numerics and
+scale layout) as text, because a process may load a compiled graph from a cache without ever tracing
+it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ recipe, so its cache on disk does not offer graphs from before a renaming."""
 
 
 def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.Tensor:
-    """[storage.shape] FP32: the values that the present codes mean.
+    """Return the values that the present codes mean, FP32 [storage.shape].
 
     Args:
         storage: the weight.
-        columnwise: decode the columnwise codes, which for schemes that quantize them by themselves
-            are other values than the rowwise ones.
+        columnwise: decode the columnwise codes, whose values differ from the rowwise ones under
+            schemes that quantize them independently.
 
     Raises:
         StaleCopyError: for columnwise codes that are stale.

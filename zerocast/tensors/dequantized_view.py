@@ -1,8 +1,8 @@
-"""DequantizedView: what a view of a quantized weight gives, to be read and not to be written.
+"""DequantizedView: the result of a view of a quantized weight, which can be read and not written.
 
 ``weight.t()``, ``weight[3]``, ``weight.view(-1)`` are views to torch, and code may write through a
-view. The value behind this one is decoded for the occasion, so a write would be lost without a
-sound: it is refused instead. Reading is like reading any tensor; results are plain tensors.
+view. The value behind this one is decoded when the view is made, so a write would be lost without
+notice. It raises an error instead. Reading is like reading any tensor; results are plain tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def refuse_writes(
 
 
 def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
-    """``apply_``, ``map_`` and ``map2_``, which write through a pointer that a wrapper lacks."""
+    """Refuse ``apply_``, ``map_`` and ``map2_``, which write through a pointer that a wrapper
+    lacks.
+    """
     raise UnsupportedError(
         "a quantized weight has no memory of its nominal dtype to apply a Python function to in "
         "place; compute the new value from weight.dequantize() and weight.copy_() it."
@@ -47,7 +49,9 @@ def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
 
 
 def refuse_memory(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-    """``data_ptr``, ``storage`` and ``__dlpack__``, by which others reach a tensor's memory."""
+    """Refuse ``data_ptr``, ``storage`` and ``__dlpack__``, which give access to a tensor's
+    memory.
+    """
     raise UnsupportedError(
         "a quantized weight has no memory of its nominal dtype whose address could be shared or "
         "saved; save the FP32 masters, or weight.dequantize(), which other programs can load; hand "
@@ -91,7 +95,9 @@ class DequantizedView(torch.Tensor):
     data_ptr = storage = __dlpack__ = refuse_memory
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """Return a plain copy: who asks for this may read memory past torch, as collectives do."""
+        """Return a plain copy, because callers may read its memory without torch, as collectives
+        do.
+        """
         return self.value.clone(memory_format=memory_format)
 
     def numpy(self, *, force: bool = False) -> Any:

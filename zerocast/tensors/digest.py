@@ -1,9 +1,9 @@
 """digest: a number that changes with the bytes of a tensor, computed where the tensor is.
 
-It tells whether memory was written by somebody whom torch does not see, whether ranks hold the same
-bytes, and whether what changed arrived, without a copy. It is no protection against somebody who
-chooses the bytes. "Digests" in docs/NUMERICS.md defines it; as it is a sum over words, ranks add
-those of their shards, and a change adds what it changes.
+It tells, without a copy, whether memory was written in a way that torch does not see, whether ranks
+hold the same bytes, and whether changes have arrived. It does not protect against bytes that were
+chosen to have a given digest. "Digests" in docs/NUMERICS.md defines it; as it is a sum over words,
+ranks add those of their shards, and a change adds what it changes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zerocast.numerics import DigestedBytes
 
 
 def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """int64 [] on the device of ``tensor``, a plain tensor of any dtype: of its bytes in the order
-    of its elements, the first of which is element ``start`` of the whole tensor. Shape and dtype do
-    not enter.
+    """Return the digest of ``tensor``, a plain tensor of any dtype: int64 [] on its device. It is
+    that of the bytes in the order of elements, the first of which is element ``start`` of the whole
+    tensor. Shape and dtype do not enter.
     """
     return each_digest([tensor], [start])[0]
 
@@ -27,8 +27,8 @@ def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
 def each_digest(
     tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """int64 [len(tensors)]: the digest of each, in one launch; all on one device, and at least
-    one.
+    """Return the digest of each tensor in one launch, int64 [len(tensors)]; all on one device, and
+    at least one.
     """
     device = tensors[0].device
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)

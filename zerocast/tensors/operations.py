@@ -1,6 +1,6 @@
 """Defines what torch's operations do with a :class:`QuantizedTensor`.
 
-Known here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize;
+Implemented here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize;
 views; factories, which make plain tensors of the nominal shape and dtype. Everything else runs on
 the dequantized value.
 """
@@ -64,8 +64,8 @@ def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
 def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     """Return an alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``).
 
-    Everything else is values. Fewer rows, too: they share scales with the rows around them, so
-    they could not be written as a weight of their own.
+    Any other view is one of the value, also one of fewer rows: they share scales with the rows
+    around them, so they could not be written as a separate weight.
     """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     views = func(whole, *args, **kwargs)
@@ -77,7 +77,7 @@ def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 @_implements(aten.select.int)
 def _select(func: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
-    """Of a stack (experts) only the matrix that is selected is decoded."""
+    """Decode only the selected matrix of a stack (experts)."""
     storage = tensor.quantized_storage
     if len(storage.stack) == 1 and dim in (0, -tensor.dim()):
         return DequantizedView(QuantizedTensor(storage.matrix(index)).dequantize())
@@ -94,8 +94,9 @@ def _clone(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> torch.Tensor:
-    """Another device keeps the codes; another dtype is the value's, but where a module is converted
-    (``module.half()``), whose parameters stay quantized weights under another nominal dtype.
+    """Keep the codes on another device. Return the value in another dtype, unless a module is
+    converted (``module.half()``), whose parameters stay quantized weights under another nominal
+    dtype.
     """
     dtype = kwargs.get("dtype") or tensor.dtype
     if dtype not in NOMINAL_DTYPES or (dtype != tensor.dtype and not _converts_module()):

@@ -36,8 +36,8 @@ def prepare_rebuild(
     """Return the launches that make the derived copies of weights as long as their buffers stay
     where they are: one for each recipe and device, by ``backend`` or the device's own.
 
-    Operands of their ``cast`` serve where there are some: they hold the same codes, unless the cast
-    writes them elsewhere.
+    Operands in ``cast`` are used where they hold the same codes, that is unless the cast writes
+    codes elsewhere.
 
     Afterwards call :meth:`QuantizedStorage.mark_rebuilt`.
     """

@@ -1,4 +1,4 @@
-"""Makes quantized weights, and casts single ones outside of a plan.
+"""Makes quantized weights, and casts single ones without a plan.
 
 The unsharded cast runs the same four steps of a recipe as a plan does, with one shard that is the
 whole weight and no reduction between them; so a sharded cast has something to be equal to.
@@ -46,7 +46,7 @@ def quantize(
         tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
             not flow through.
         recipe: the scheme, or its name. A layer's tensors are cast by their quantizers instead,
-            ``quantizer(tensor)``, which remember for schemes with state.
+            ``quantizer(tensor)``, which have the state of schemes with one.
         dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
             own by default.
         columnwise: whether the weight holds the columnwise copy.
@@ -57,8 +57,8 @@ def quantize(
             these have in the cast of the whole.
 
     Returns:
-        A weight of its own bytes on the tensor's device. A NaN or an infinity makes everything
-        under its scale NaN.
+        A weight with new memory on the tensor's device. A NaN or an infinity makes all values under
+        its scale NaN.
 
     Raises:
         InputError: for another dtype, or a shape that the recipe cannot hold; of a tensor-parallel
@@ -119,8 +119,8 @@ def empty(
             of it is then collective over the ranks that hold the others, and this call is not.
 
     Raises:
-        InputError: for another recipe or dtype, a shape that the recipe cannot hold, or a shard
-            that begins or ends inside a block.
+        InputError: for a wrong argument, a shape that the recipe cannot hold, or a shard that
+            begins or ends inside a block.
     """
     recipe = as_recipe(recipe)
     check_flag("columnwise", columnwise)
@@ -160,10 +160,9 @@ def quantize_into(
         storage: the weight's bytes; written in place, so buffers stay where they are.
         source: of the weight's shape; any strides, real dtype and device. FP32, BF16 and FP16 are
             cast as they are; other dtypes are converted to FP32 first.
-        advances: whether delayed scaling moves on; where its state waits for a reduction over
-            ranks, it does so later.
-        least: int32, as what is returned: amaxes of other tensors, of which and of its own the
-            weight takes the larger.
+        advances: whether the state of delayed scaling advances; False where it waits for a
+            reduction over ranks.
+        least: amaxes that the weight's are raised to at least, int32 in the shape of the result.
 
     Returns:
         int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last; of a stack those
@@ -218,7 +217,9 @@ def quantize_into(
 
 
 def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
-    """Return what the blocks of a whole weight choose their scales by; None where they choose none."""
+    """Return the errors by which blocks of a whole weight choose scales; None if they choose
+    none.
+    """
     if not storage.recipe.chooses_scales:
         return None
     uncut = SharedBlocks()
@@ -245,7 +246,9 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
 
 
 def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-    """[M, K], or more dimensions -> [grid.rows, grid.cols]: [K, M], rows ended with zeros."""
+    """Transpose [M, K], or more dimensions, to [grid.rows, grid.cols]: [K, M], rows padded with
+    zeros.
+    """
     flipped = master.flatten(end_dim=-2).t()
     if flipped.shape[1] == grid.cols:
         return flipped.contiguous()

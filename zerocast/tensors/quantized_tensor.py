@@ -1,11 +1,12 @@
 """QuantizedTensor: codes and scales in memory, and to torch a tensor of BF16, FP16 or FP32.
 
 To torch it has the *nominal* shape and dtype; its value is what its codes decode to. All that it
-holds is a :class:`QuantizedStorage`, which its aliases share. It is a good citizen
+holds is a :class:`QuantizedStorage`, which its aliases share. It can be used as any torch tensor
 (``nn.Parameter`` with a full-shape ``.grad``, ``deepcopy``, ``torch.save``, ``state_dict``,
 ``torch.compile``) under four rules:
 
-* an operation that does not know it works on the dequantized value, and gradients reach the whole
+* an operation without an implementation for it works on the dequantized value, and gradients reach
+  the whole
   weight as if it were in high precision (straight-through);
 * ``copy_`` into it quantizes; bytes are copied where both sides have one recipe;
 * any other in-place operation is refused, through a view, too: the result would have to be
@@ -50,7 +51,9 @@ class QuantizedTensor(WeightData):
     """
 
     operations: ClassVar[dict[Any, Operation]] = {}
-    """ATen operations that know quantized weights: :mod:`zerocast.tensors.operations` fills it."""
+    """ATen operations with an implementation for quantized weights, which
+    :mod:`zerocast.tensors.operations` adds.
+    """
 
     fallback: ClassVar[Callable[[Any, Any, Any], Any]]
     """``fallback(func, args, kwargs)``: what every other operation does."""
@@ -132,9 +135,9 @@ class QuantizedTensor(WeightData):
     def take_place_of(self, parameter: QuantizedTensor) -> None:
         """Let ``parameter`` hold the bytes of this tensor, on its device and under its dtype.
 
-        It stays the same object: its attributes, its hooks and who refers to it are kept, as where
-        torch assigns to a plain parameter's ``.data``. Aliases that were made of it before keep
-        what it held.
+        It stays the same object: its attributes, its hooks and references to it are kept, as when
+        torch assigns to a plain parameter's ``.data``. Aliases that were made of it before keep the
+        earlier bytes.
         """
         if torch._has_compatible_shallow_copy_type(parameter, self):
             torch.Tensor.data.__set__(parameter, self.detach())  # type: ignore[attr-defined]

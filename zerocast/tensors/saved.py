@@ -1,7 +1,7 @@
 """Storages that are saved and loaded, or made of buffers from anywhere, such as a compiled graph.
 
-Kernels trust the shapes of buffers, so a damaged or crafted file must not get as far as a storage:
-everything that a weight is made of is compared with what its recipe says here. Recipes are made
+Kernels rely on the shapes of buffers, so no storage may be made from a damaged or crafted file.
+Everything that a weight is made of is compared here with what its recipe says. Recipes are made
 again by their constructors, because unpickling checks no field.
 """
 
@@ -28,8 +28,8 @@ _ADVICE = "the file is damaged or was not written by zerocast; save the weight a
 
 
 def reduce_storage(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """Shape, dtype, recipe and bytes; a slice of a gather buffer without the rest of it, and a
-    tensor-parallel shard without its group.
+    """Return what is pickled: shape, dtype, recipe and bytes, without the rest of a gather buffer
+    and without the group of a tensor-parallel shard.
     """
     buffers = {
         name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
@@ -89,7 +89,7 @@ def checked_storage(
 
 
 def _checked_recipe(recipe: Any) -> Recipe:
-    """``recipe`` made again by its constructor.
+    """Return ``recipe``, made again by its constructor.
 
     Raises:
         InputError: where it is no recipe, or has fields that its constructor refuses.
@@ -97,10 +97,10 @@ def _checked_recipe(recipe: Any) -> Recipe:
     if type(recipe) not in RECIPES.values():
         raise _damaged(f"a recipe of {', '.join(RECIPES)}", type(recipe).__name__)
     fields = {
-        name: _made_anew(value) if isinstance(value, QParams) else value
+        name: _made_again(value) if isinstance(value, QParams) else value
         for name, value in _fields(recipe).items()
     }
-    return _made_anew(recipe, **fields)
+    return _made_again(recipe, **fields)
 
 
 def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
@@ -116,7 +116,7 @@ def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
     numbers = [tp_shard.dim, tp_shard.start, tp_shard.size, *tp_shard.whole]
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
         raise _damaged("a shard of whole numbers", str(numbers))
-    return _made_anew(tp_shard, comm=None)
+    return _made_again(tp_shard, comm=None)
 
 
 def _check_nominal(
@@ -188,7 +188,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
 
 
-def _made_anew(value: Fields, **fields: Any) -> Fields:
+def _made_again(value: Fields, **fields: Any) -> Fields:
     try:
         return type(value)(**_fields(value) | fields)
     except ZerocastError:

@@ -4,22 +4,21 @@ Note: derived copies
 ~~~~~~~~~~~~~~~~~~~~
 The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at
 once and those of other ranks follow with the all-gather, so between a cast and post-all-gather
-processing the copy is *stale*: reading it is refused, because it would be rebuilt from bytes that
-are not there yet. A plan casts thousands of weights and rebuilds them, so it does not mark them one
-by one: it owns a :class:`CastVersion`, which notes when it last cast and when it last rebuilt all
-of its weights, by a clock that all of them share. A weight knows the plans that it is in, and when
-it was rebuilt by itself; its copies are stale where any of the plans has cast after the latest
+processing the copy is *stale*: reading it raises an error, because it would be rebuilt from bytes
+that have not arrived. A plan casts thousands of weights and rebuilds them, so it does not mark them
+one by one: it owns a :class:`CastVersion`, which notes when it last cast and when it last rebuilt
+all of its weights, by a clock that all of them share. A weight knows the plans that it is in, and
+when it was rebuilt by itself; its copies are stale where any of the plans has cast after the latest
 rebuilding.
 
 Where a plan's ranks make the scales of their own blocks alone, the stored scales are true again
-when these have been gathered. Until then a weight *lacks scales*: whatever would read it by them is
-refused.
+when these have been gathered. Until then a weight *lacks scales*, and reading it raises an error.
 
 Note: casts and gathers that fail
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Between the first code that a cast writes and its last, and while codes are gathered, a weight holds
-parts of two casts. Where either fails it stays so: whatever would read it is refused, until the
-same plan has cast or gathered again, or something else has written all of it.
+parts of two casts. If either fails, it stays so, and reading it raises an error until the same plan
+has cast or gathered again, or something else has written all of it.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class Writes:
     """The writes of one weight's codes, by plans and by others.
 
     Attributes:
-        others: how many there were by other than plans' casts; corrected wherever a plan is watched
-            or forgotten, so that :attr:`version` stays.
+        others: the number of writes that were not casts of watched plans; corrected when a plan is
+            watched or forgotten, so that :attr:`version` does not change then.
     """
 
     def __init__(self) -> None:
@@ -176,8 +175,8 @@ class Writes:
         self._forget([version for version in self._watched if version.retired])
 
     def take_over(self, rebuild_on_use: bool | None) -> None:
-        """Be stale as another weight is whose :attr:`rebuild_on_use` is given, without its plans,
-        which cast that weight alone.
+        """Take over the staleness of another weight, given its :attr:`rebuild_on_use`, but not its
+        plans, which cast that weight alone.
         """
         if rebuild_on_use is not None:
             self._tick_once(rebuild_on_use)
@@ -192,7 +191,7 @@ class Writes:
         return version
 
     def _forget_retired(self) -> None:
-        """Let one retired version stand for all of them; version and staleness stay."""
+        """Replace all retired versions by one; :attr:`version` and staleness do not change."""
         retired = [version for version in self._watched if version.retired]
         if len(retired) < 2:
             return

@@ -1,15 +1,15 @@
-"""QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are true.
+"""QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are stale.
 
 All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one
-storage, so a cast, a moved buffer or a stale copy is seen by all of them. When copies are stale is
-said in "Note: derived copies" in :mod:`zerocast.tensors.staleness`.
+storage, so a cast, a moved buffer or a stale copy is seen by all of them. "Note: derived copies" in
+:mod:`zerocast.tensors.staleness` says when copies are stale.
 
 Note: codes that are being gathered
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A gather may return before the codes are there, and set :attr:`QuantizedStorage.wait_pending`, which
 waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buffers` or asks whether
 copies are stale, and both call it first. A tensor that was taken out of there before, such as
-``weight.rowwise_data``, is live memory, whose use nobody sees.
+``weight.rowwise_data``, is live memory, whose use is not seen.
 
 NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tensors.saved`).
 """
@@ -47,13 +47,14 @@ class QuantizedStorage(HeldPlanes):
         gathered_from: the name of the master from which every gather makes this weight, so that
             nothing else may write it; None for a weight that is not made so.
         plans: the plans of :mod:`zerocast.cast.plan_cache` of which this weight is the first. They
-            refer to it, so they live here, as long as the weight and no longer; a table elsewhere
-            would keep both alive. Neither copied nor saved.
+            refer to the weight, so they are kept here and live as long as it does; a table
+            elsewhere would keep both alive. They are neither copied nor saved.
     """
 
     buffers_version: int = 0
-    """Changes whenever any storage's buffers are replaced, or begin to be gathered by somebody who
-    does not wait, so that a plan knows in one comparison that it has to look at them."""
+    """A number that changes when buffers of any storage are replaced, or a gather into them begins
+    that is not waited for. So a plan finds out by one comparison whether it has to look at buffers
+    again."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class QuantizedStorage(HeldPlanes):
         return {n: spec.allocate(self.device) for n, spec in specs.items() if n not in held}
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> None:
-        """Give the memory back of what only rowwise, or only columnwise, codes are read with."""
+        """Free the buffers that only rowwise, or only columnwise, codes are read with."""
         names: set[str] = set()
         if columnwise:
             names |= {name for name in self.buffers if name.startswith("columnwise_")}
@@ -185,8 +186,8 @@ class QuantizedStorage(HeldPlanes):
     def name_weight(self, name: str) -> None:
         """Give the weight the name that its random bits depend on, where it has none yet.
 
-        Only stochastic rounding has a use for it. The first name stays, so the bytes do not depend
-        on who casts the weight later. Matrix ``i`` of the stack ``experts`` is ``experts[i]``.
+        Only stochastic rounding uses it. The first name stays, so the bytes do not depend on what
+        casts the weight later. Matrix ``i`` of the stack ``experts`` is ``experts[i]``.
         """
         counter = self.buffers.get("rounding_counter")
         if counter is None:
@@ -210,8 +211,8 @@ class QuantizedStorage(HeldPlanes):
 
     @staticmethod
     def bump_buffers_version() -> None:
-        """Let plans look at the buffers before they use them again: some were replaced, or are
-        being written by a gather that has begun.
+        """Make plans look at the buffers before they use them again: some were replaced, or are
+        written by a gather that has begun.
         """
         QuantizedStorage.buffers_version = next(_moves)
 
@@ -221,9 +222,9 @@ class QuantizedStorage(HeldPlanes):
     def version(self) -> int:
         """Changes with every write of codes, by a plan's cast or by a copy.
 
-        What was computed from the codes (a saved forward, say) holds while this stays what it was.
-        torch's version counters of weight and codes count these writes, too, for operations and
-        graphs of torch that save one of them.
+        What was computed from the codes (a saved forward, say) is valid as long as this does not
+        change. torch's version counters of weight and codes count these writes, too, for operations
+        and graphs of torch that save one of them.
         """
         return self._writes.version
 
@@ -288,8 +289,8 @@ class QuantizedStorage(HeldPlanes):
         return self.buffers[name]
 
     def prepare_for_forward(self, rebuild: Callable[[QuantizedStorage], None]) -> None:
-        """Rebuild stale copies where the plan's caller asked for that, and refuse them otherwise; a
-        layer that is about to use the weight calls this.
+        """Rebuild stale copies if the plan's caller asked for that, else raise
+        :class:`StaleCopyError`; a layer calls this before it uses the weight.
         """
         self.require_scales()
         if self.is_stale:
@@ -304,8 +305,8 @@ class QuantizedStorage(HeldPlanes):
     ) -> QuantizedStorage:
         """Return the same bytes in buffers of its own, on ``device``, under the nominal ``dtype``.
 
-        The copy is stale where this storage is; its plans stay behind. The high-precision initial
-        value is shared, because it is only read.
+        The copy is stale where this storage is; its plans are not copied. The high-precision
+        initial value is shared, because it is only read.
         """
         self.require_scales()
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
@@ -318,7 +319,7 @@ class QuantizedStorage(HeldPlanes):
         return copy
 
     def take_over_staleness(self, rebuild_on_use: bool | None) -> None:
-        """Be stale as the weight is whose :attr:`rebuild_on_use` is given."""
+        """Take over the staleness of the weight whose :attr:`rebuild_on_use` is given."""
         self._writes.take_over(rebuild_on_use)
 
     def materialized(self, device: torch.device) -> QuantizedStorage:

@@ -2,8 +2,9 @@
 group hold together.
 
 A rank of tensor parallelism has its shard as a separate weight, with its own layout of codes and
-scales. Its scales tell it from any other weight: an amax over elements of several shards is an amax
-of them all. So a shard has exactly the bytes that it would have in the cast of the whole weight.
+scales. Its scales make it different from any other weight: an amax over elements of several shards
+is taken over all of them. So a shard has exactly the bytes that it would have in the cast of the
+whole weight.
 
 NOT here: who reduces those amaxes (:mod:`zerocast.tensors.quantize` for one weight,
 :mod:`zerocast.cast` for a plan), and how ranks agree that their shards make up a whole
@@ -135,13 +136,13 @@ class TensorParallelShard:
         return 1 if self.dim == COLUMNS else math.prod(self.whole[1:-1])
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This shard of ``tensor``, of the whole's shape: a view."""
+        """Return this shard of ``tensor``, which has the whole's shape: a view."""
         if self.dim == COLUMNS:
             return tensor.narrow(-1, self.start, self.size)
         return tensor.narrow(0, self.start // self._step, self.size // self._step)
 
     def require_comm(self) -> Communicator:
-        """Return the group.
+        """Return the tensor-parallel group.
 
         Raises:
             InputError: where the shard was unpickled.
@@ -158,9 +159,9 @@ class TensorParallelShard:
         """Raise :class:`InputError` where a tensor of ``shape`` is not this shard, ``recipe``
         cannot hold the whole, or this shard begins or ends inside a block.
 
-        The last shard may end wherever the whole does, and an empty one lie anywhere. Blocks that
+        The last shard may end where the whole does, and an empty one may lie anywhere. Blocks that
         reach across the whole weight (FP8 with one scale, or with one a row) are sharded anywhere:
-        their amaxes are shared. Of a stack of matrices no shard is served.
+        their amaxes are shared. Shards of a stack of matrices are refused.
         """
         recipe.check_shape(self.whole)
         if recipe.stack_of(self.whole):
@@ -203,8 +204,8 @@ class TensorParallelShard:
         or shards that do not cover the whole once. Collective.
 
         Args:
-            line: what ranks must have in common beside the whole and the dimension, readable; of no
-                matter where there is an ``error``.
+            line: a text of what ranks must have in common beside the whole and the dimension;
+                ignored where there is an ``error``.
         """
         comm = self.require_comm()
         line = f"{tuple(self.whole)} sharded by {LINES[self.dim]}, {line}"
@@ -216,7 +217,7 @@ class TensorParallelShard:
         return f"{lines} of {tuple(self.whole)}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return the place without the group."""
+        """Return the range without the group, which cannot be pickled."""
         return TensorParallelShard, (self.whole, self.dim, self.start, self.size, None)
 
     def __deepcopy__(self, memo: object) -> TensorParallelShard:

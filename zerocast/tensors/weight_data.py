@@ -1,6 +1,6 @@
 """WeightData: what a quantized weight holds, by name: codes, scales, and what its recipe remembers.
 
-A buffer that is not there, or not true, is refused with the way to have it.
+Reading a buffer that is missing or stale raises an error that says how to get it.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class WeightData(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the value as a plain tensor of ``dtype``, by default the nominal one.
 
-        The rowwise codes' value, or the columnwise ones' where only those are there. No gradient
-        flows through it; torch's own operations on the weight have one.
+        It is that of the rowwise codes, or of the columnwise ones if there are no others. No
+        gradient flows through it; torch's own operations on the weight have one.
         """
         columnwise = not self.quantized_storage.has_rowwise
         return dequantize(self.quantized_storage, columnwise=columnwise).to(
@@ -120,18 +120,18 @@ class WeightData(torch.Tensor):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Give the memory of the rowwise or of the columnwise copy back, by False; True makes sure
-        that it is there, and None is no wish. A columnwise copy that the rowwise codes determine is
-        made again.
+        """Free the rowwise or the columnwise copy (False), require it (True), or leave it as it is
+        (None). A required columnwise copy that is missing is made, if the rowwise codes determine
+        it.
 
         Raises:
             InputError: where nothing would be left.
-            MissingDataError: where a copy that is wished for is not there and cannot be derived.
+            MissingDataError: where a required copy is missing and cannot be derived.
         """
         held = (self.quantized_storage.has_rowwise, self.quantized_storage.has_columnwise)
         keeps_rowwise, keeps_columnwise = (
-            has if wish is None else wish
-            for has, wish in zip(held, (rowwise_usage, columnwise_usage), strict=True)
+            has if usage is None else usage
+            for has, usage in zip(held, (rowwise_usage, columnwise_usage), strict=True)
         )
         if not (keeps_rowwise or keeps_columnwise):
             raise InputError(
@@ -169,13 +169,13 @@ class WeightData(torch.Tensor):
         return lambda: value
 
     def clear_high_precision_init_val(self) -> None:
-        """Give the memory of :meth:`get_high_precision_init_val` back."""
+        """Free the value of :meth:`get_high_precision_init_val`."""
         self.quantized_storage.high_precision_init_val = None
 
     def _remembered(self, name: str) -> torch.Tensor:
         if name not in self.quantized_storage.buffers:
             raise MissingDataError(
-                f"{name} is remembered by weights of other recipes, and not by this one of "
+                f"{name} is state of weights of other recipes, and not of this one of "
                 f"{type(self.recipe).__name__}."
             )
         return self.quantized_storage.buffers[name]

@@ -38,7 +38,7 @@ class Amaxes:
 
 
 NO_AMAXES = Amaxes(None, {}, {})
-"""Those of a weight that is not cast."""
+"""The amaxes of a weight that is not cast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def tensor_operand(
     advances: bool = True,
     judges_amaxes: bool = False,
 ) -> TensorOperand:
-    """Return a weight, without what is cast from the transposed tensor.
+    """Make the operand of a weight, without the plane that is cast from the transposed tensor.
 
     Args:
         storage: the weight's bytes.
@@ -75,7 +75,7 @@ def tensor_operand(
         own_codes: by name of a buffer, one that receives the shard's codes in its place, from the
             byte on in which the extent starts.
         candidates: of a weight whose blocks choose their scales.
-        advances: whether delayed scaling moves on with the cast.
+        advances: whether the state of delayed scaling advances with the cast.
         judges_amaxes: whether the tensor's amax is asked for even where no scale needs it.
     """
     recipe, buffers = storage.recipe, storage.buffers

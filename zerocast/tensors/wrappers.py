@@ -1,9 +1,8 @@
 """What the classes of wrapper tensors share: how they are made, and what an operation writes.
 
-In inference mode torch leaves to wrappers what it does itself elsewhere. Operations that are made
-of others (``to``, ``view_as``, ``narrow``) arrive whole, and a class that knows only the others
-would take them for unknown ones. And a view of a tensor that was made outside must not become a
-tensor of inference, which a wrapper that is made inside is.
+In inference mode torch leaves two things to wrappers. Composite operations (``to``, ``view_as``,
+``narrow``) are not decomposed before they arrive. And a wrapper that is made in inference mode is
+an inference tensor, which a view of a tensor that was made outside must not become.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what ``func`` gives as the operations that it is made of; NotImplemented where it is
-    not made of others, and outside of inference mode.
+    """Run ``func`` as the operations that it is composed of; return NotImplemented if it is not a
+    composite, and outside of inference mode.
     """
     return func.decompose(*args, **kwargs) if torch.is_inference_mode_enabled() else NotImplemented
 

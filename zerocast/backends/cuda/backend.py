@@ -57,10 +57,10 @@ from zerocast.numerics import (
 )
 
 THREADS = 128
-"""Of a block, in every kernel but those of ``transpose.cu``."""
+"""Threads of a block in every kernel but those of ``transpose.cu``."""
 
 SQUARE_THREADS = 256
-"""Of a block of ``transpose.cu``."""
+"""Threads of a block in ``transpose.cu``."""
 
 
 class CudaBackend(ReferenceBackend):
@@ -243,8 +243,8 @@ class CudaBackend(ReferenceBackend):
         visited: Callable[[TensorOperand], Sequence[Extent]],
         masters: Masters,
     ) -> Launch:
-        """Return the launch of a kernel that reads of each master what is ``visited``, over the
-        shape of tiles that serves them.
+        """Return the launch of a kernel that reads the ``visited`` elements of each master, over
+        the shape of tiles that fits all.
         """
         kinds: dict[tuple[BlockGrid, BlockGrid | None, tuple[Extent, ...]], int] = {}
         shards, of_shards = list[TensorOperand](), array("q")
@@ -294,7 +294,9 @@ class CudaBackend(ReferenceBackend):
         rows: Iterable[list[int]],
         operands: Operands,
     ) -> Launch:
-        """One thread block a weight, and the caller's function where there is one."""
+        """Return the launch that closes casts under delayed scaling: one thread block a weight,
+        then the caller's function if there is one.
+        """
         by_caller = callable(numerics.amax_compute_algo)
         kernel = Kernel("compute_scale_delayed", THREADS, ("true" if by_caller else "false",))
         fields = tables.numerics_fields(numerics, self.name)

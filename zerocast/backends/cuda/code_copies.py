@@ -14,13 +14,13 @@ from zerocast.backends.tables import Address
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
 
 THREADS = 128
-"""Of a block."""
+"""Threads of a block."""
 
 COPIED = 1, 1 << 14
-"""A tile: bytes."""
+"""The rows and bytes of a tile."""
 
 KEPT = -1
-"""In the place of a nibble that stays."""
+"""Stands for a nibble that keeps its value."""
 
 
 def copy_codes(

@@ -3,8 +3,8 @@
 CuPy's own compilation flushes subnormals and forgets the included headers in its cache key, so only
 its low-level interface to NVRTC is used. That needs no driver and no GPU. A kernel that is a
 template is instantiated by the expression that names it. What is compiled is kept in a file named
-by everything that shapes it (kernel_cache.py): ranks that start together may all compile, and each
-reads what any of them has finished.
+by everything that shapes it (kernel_cache.py): ranks that start together may all compile a kernel,
+and each reads a file that any of them has finished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pre
 """IEEE arithmetic, as the headers demand: nothing contracted, nothing flushed, exact division."""
 
 OLDEST = (8, 0)
-"""The compute capability from which on the kernels run: warps reduce integers by themselves."""
+"""The lowest compute capability on which kernels run: warps have instructions that reduce
+integers.
+"""
 
 REMEDY = "pip install 'zerocast[cuda]'"
 

@@ -44,7 +44,7 @@ class Cuts:
 
     @classmethod
     def of(cls, weights: Iterable[Way]) -> Cuts:
-        """Return those of weights that are cut in these ways."""
+        """Make the cuts of weights that are cut in these ways."""
         places: dict[Way, int] = {}
         of_weights = array("q", (places.setdefault(way, len(places)) for way in weights))
         return cls(tuple(places), of_weights)
@@ -93,8 +93,8 @@ def by_blocks(
 
 
 def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
-    """Return what partial_amax_cast.cu is instantiated with for blocks of this height and width,
-    beside the numerics; the threads of a block.
+    """Return the template's arguments of partial_amax_cast.cu for blocks of this height and width,
+    beside the numerics; and the threads of a block.
     """
     height, side = blocks
     template = str(side), "true" if height == side else "false"
@@ -143,7 +143,9 @@ def all_of(shard: TensorOperand) -> tuple[Extent, ...]:
 
 
 def not_whole(shard: TensorOperand) -> tuple[Extent, ...]:
-    """Of a shard what one pass does not measure and cast: the elements before and after."""
+    """Return the elements of a shard that one pass does not measure and cast: those before and
+    after.
+    """
     extent, whole = shard.extent, shard.whole
     if not whole:
         return (extent,)

@@ -143,9 +143,9 @@ class DeviceLauncher:
     def _make_context_current(self) -> None:
         """Let the driver's calls of this thread go to the context that torch uses.
 
-        A call of the CUDA runtime does that by itself, and torch, which guards the device, makes
-        none in a thread whose device is already the right one: memory comes from its cache. The
-        first call that autograd's thread makes may be ours.
+        Any call of the CUDA runtime does that. But torch makes none in a thread whose device is
+        already the right one, because memory comes from its cache. So the first call that
+        autograd's thread makes may be one of the driver, from here.
         """
         if not getattr(self._thread, "has_context", False):
             self._runtime.setDevice(self.device.index)

@@ -37,17 +37,17 @@ from zerocast.numerics import (
 )
 
 TILE_COLS, LOW, TALL = 128, 32, 128
-"""A tile: columns, and rows of the two kinds."""
+"""The columns of a tile, and the rows of both kinds of tiles."""
 
 SPANS = 30
-"""Of a block as long as the matrix, in place of its length's logarithm: rows and columns are 32
-bits wide in the kernels, tiles past the edge included."""
+"""Stands for the length of a block as long as the matrix, in place of its logarithm: rows and
+columns are 32 bits wide in the kernels, tiles past the edge included."""
 
 THREADS = {LOW: 256, TALL: 512}
-"""Of a block, by its tiles' rows."""
+"""Threads of a block, by the rows of its tiles."""
 
 NUMERICS_FIELDS, PLANE_FIELDS = 12, 18
-"""Of ``NumericsTable`` and of ``FusedPlane``."""
+"""The numbers of fields of ``NumericsTable`` and of ``FusedPlane``."""
 
 UNITS = 256
 """Thread blocks that a norm is cut into at least, where it has the tiles: some for every
@@ -133,8 +133,8 @@ def _prepare(
     sides: list[tuple[int, int]],
     address: Address,
 ) -> tuple[Kernel, int, int, Arguments]:
-    """Return what one launch is given, which casts, or takes amaxes and writes the result in high
-    precision.
+    """Return the arguments of one launch, which casts, or takes amaxes and writes the result in
+    high precision.
     """
     height = LOW
     if numerics is not None and any(LOW < 1 << log2_h < 1 << SPANS for log2_h, _ in sides):

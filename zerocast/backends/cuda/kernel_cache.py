@@ -1,9 +1,9 @@
-"""Compiled kernels on disk, kept by their owner for nobody else.
+"""Compiled kernels on disk, which only their owner uses.
 
 A file is used where it is whole: its first bytes are the digest of the others. What is kept is
 machine code that a GPU will run. So the folder is the user's own and closed to all others, and a
-file or a folder that belongs to somebody else, or is a symbolic link, is not used. What cannot be
-read is compiled anew, and what cannot be kept is done without.
+file or a folder that belongs to another user, or is a symbolic link, is not used. A kernel that
+cannot be read is compiled again, and one that cannot be written is used without a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def default_cache() -> Path | None:
 
 
 def kept(path: Path) -> bytes | None:
-    """Return what :func:`keep` wrote to ``path``; None where there is nothing whole of this user's."""
+    """Return what :func:`keep` wrote to ``path``; None if this user has no whole file there."""
     try:
         if not _is_own(os.lstat(path.parent), stat.S_ISDIR):
             return None

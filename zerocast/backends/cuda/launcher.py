@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 MAX_GRID = 2**31 - 1
-"""Thread blocks of one launch at most; a kernel goes on to the tiles beyond by itself."""
+"""The most thread blocks of one launch; a kernel visits further tiles in a loop."""
 
 
 class Arguments:
@@ -60,7 +60,7 @@ class Arguments:
 
     @property
     def address(self) -> int:
-        """Of the array of pointers."""
+        """The address of the array of pointers."""
         return ctypes.addressof(self._pointers)
 
     @property
@@ -89,7 +89,7 @@ class Kernel:
 
 
 class Launcher(Protocol):
-    """Who runs kernels, and where their tables lie. Threads may share one.
+    """A class that runs kernels and has the memory of their tables. Threads may share one object.
 
     Attributes:
         device: where the tensors must be that the tables point to.

@@ -1,8 +1,8 @@
 """From rows and cuts to launches: the tables that a kernel is given, and where they lie.
 
 A launch points to two tables: the rows of the weights (``tables.h``), and the tiles that it visits.
-Both are copied to the device when the launch is prepared. Where the masters are and what dtypes
-they have stands in a table of its own, which is sent again only after they were bound anew.
+Both are copied to the device when the launch is prepared. The addresses and dtypes of masters are
+in a separate table, which is sent again only after they were bound to other tensors.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class MasterTable:
         return masters.place(slot, self.tensor)
 
     def follow(self, masters: Masters) -> None:
-        """Send the table again where ``masters`` were bound anew."""
+        """Send the table again if ``masters`` were bound to other tensors."""
         if self._version != masters.version:
             self._launcher.refresh(self.tensor, masters.table)
             self._version = masters.version
@@ -200,7 +200,7 @@ class Lists:
         self.tensors = [launcher.upload(torch.cat(list(lists)))] if total else []
 
     def address(self, values: torch.Tensor) -> int:
-        """Of one of the lists; 0 where all are empty."""
+        """Return the address of one of the lists; 0 if all are empty."""
         for tensor in self.tensors:
             return tensor.data_ptr() + self._offsets[id(values)] * values.element_size()
         return 0

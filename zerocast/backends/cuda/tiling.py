@@ -17,10 +17,10 @@ from zerocast.layout import BlockGrid, Extent, ceil_div
 
 TILE_ROWS, TILE_COLS = 16, 512
 LONG_TILE_COLS = 8192
-"""Of a tile of one row."""
+"""The columns of a tile of one row."""
 
 ROW_BLOCK_TILE_ROWS, ROW_BLOCK_TILE_COLS = 32, 256
-"""Of a tile of blocks of one row."""
+"""The rows and columns of a tile of blocks of one row."""
 
 MAX_TILE_BLOCKS = 512
 
@@ -304,7 +304,9 @@ def _laid_out(
 
 
 def numbered(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of so many things of each kind, kind by kind: the kind, and the number among its like."""
+    """Number so many things of each kind, kind by kind: return the kind of each, and its number in
+    the kind.
+    """
     kind = torch.repeat_interleave(counts)
     within = torch.arange(len(kind), dtype=torch.int64, device="cpu")
     return kind, within - (counts.cumsum(0) - counts)[kind]

@@ -10,9 +10,9 @@ reach its buffers:
     NVFP4Tensor, too                             _amax_rowwise, _amax_columnwise
 
 Each is the live buffer, or None where the weight does not hold that copy. A tensor that is assigned
-becomes the buffer, with what it holds; the columnwise copy is made anew by the next forward, or by
-``post_all_gather_processing``, where what it is derived from has changed. None gives the memory of
-the copy back.
+becomes the buffer. If the codes or scales from which the columnwise copy is derived have changed
+then, the next forward or ``post_all_gather_processing`` makes it again. Assigning None frees the
+copy.
 """
 
 from __future__ import annotations

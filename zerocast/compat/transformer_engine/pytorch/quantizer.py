@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import ClassVar
+from operator import attrgetter
+from typing import ClassVar, Literal
 
 import torch
 
@@ -29,6 +30,13 @@ def check_one_value(**given: tuple[object, object]) -> None:
                 f"{name}={value!r} is not served; leave it {served!r}. docs/TRANSFORMER_ENGINE.md "
                 "says what takes its place."
             )
+
+
+def _usage(name: Literal["rowwise", "columnwise"]) -> property:
+    def set_usage(quantizer: OwnQuantizer, value: bool) -> None:
+        quantizer.set_usage(**{name: value})
+
+    return property(attrgetter(name), set_usage, doc=f"Whether results hold {name} codes.")
 
 
 class Quantizer(OwnQuantizer):
@@ -99,23 +107,7 @@ class Quantizer(OwnQuantizer):
         """The format of the codes."""
         return DType.of(self.recipe.numerics.fmt)
 
-    @property
-    def rowwise_usage(self) -> bool:
-        """Whether results hold rowwise codes."""
-        return self.rowwise
-
-    @rowwise_usage.setter
-    def rowwise_usage(self, value: bool) -> None:
-        self.set_usage(rowwise=value)
-
-    @property
-    def columnwise_usage(self) -> bool:
-        """Whether results hold columnwise codes."""
-        return self.columnwise
-
-    @columnwise_usage.setter
-    def columnwise_usage(self, value: bool) -> None:
-        self.set_usage(columnwise=value)
+    rowwise_usage, columnwise_usage = _usage("rowwise"), _usage("columnwise")
 
     def get_usages(self) -> dict[str, bool]:
         """Both of these: ``{"rowwise": ..., "columnwise": ...}``."""
