@@ -1,7 +1,7 @@
 """Replacements: functions of another package that zerocast replaces while it is installed there.
 
 Each is replaced by one that gets the former function first, then its arguments. A package whose
-functions are not those that zerocast knows is left alone.
+functions are not those that zerocast supports is left unchanged.
 """
 
 import functools

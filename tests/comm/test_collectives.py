@@ -283,7 +283,7 @@ REFUSALS = (
     ),
     (
         lambda c: c.broadcast_(torch.zeros(4), c.size),
-        r"broadcast_ takes a root from 0 to \d, a rank of this group, got \d",
+        r"broadcast_.s root, a rank of this group, must be an integer from 0 to \d, got \d",
     ),
     (
         lambda c: c.all_gather_(torch.zeros(c.size, 2)),

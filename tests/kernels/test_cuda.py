@@ -217,7 +217,7 @@ def test_a_cache_that_cannot_be_written(nvrtc: object, tmp_path: Path) -> None:
 def test_sources_that_are_nowhere(monkeypatch) -> None:
     """Where the sources are not shipped the error says where they were looked for."""
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
-    with pytest.raises(BackendError, match=r"zerocast/cuda_src.*install zerocast anew"):
+    with pytest.raises(BackendError, match=r"zerocast/cuda_src.*install zerocast again"):
         cuda_sources()
 
 

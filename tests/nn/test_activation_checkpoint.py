@@ -79,7 +79,7 @@ IN_BOTH_PLACES = [
     pytest.param(recipe, run, inside, id=f"{name}-{way}-{'inside' if inside else 'after'}")
     for i, (name, recipe) in enumerate(RECIPES.items())
     for j, (way, run) in enumerate(WAYS.items())
-    for inside in ((True, False) if recipe.remembers else ((i + j) % 2 == 0,))
+    for inside in ((True, False) if recipe.has_state else ((i + j) % 2 == 0,))
 ]
 
 

@@ -20,7 +20,7 @@ from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
 # Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
 breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
-STATELESS = {name: r for name, r in RECIPES.items() if not r.remembers} | {
+STATELESS = {name: r for name, r in RECIPES.items() if not r.has_state} | {
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)
 }
 
@@ -280,7 +280,7 @@ def test_export_and_trace(recipe):
     assert_same_bytes(exported(x), model(x), "output")
 
     region = InRegion(model, RECIPES[recipe])
-    if recipe in STATELESS and not RECIPES[recipe].remembers:
+    if recipe in STATELESS and not RECIPES[recipe].has_state:
         exported = torch.export.export(region, (x,)).module()
         assert_same_bytes(exported(x), region(x), "output in a region")
     else:

@@ -101,7 +101,7 @@ def test_a_written_weight_between_forward_and_backward_is_an_error(kind, region,
     layer, x = make(kind, recipe=CURRENT), torch.randn(4, 32, requires_grad=True)
     weight = next(p for p in layer.parameters() if isinstance(p, QuantizedTensor))
     clock = CastVersion(rebuild_on_use=True)
-    weight.quantized_storage.watch(clock)
+    weight.quantized_storage.writes.watch(clock)
     with autocast(enabled=region, recipe=CURRENT):
         y = layer(x)
     if by == "cast":

@@ -74,7 +74,7 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says():
     layer, x = Linear(32, 16, recipe=NVFP4), torch.randn(4, 32)
     expected = layer(x)
     manual = CastVersion(rebuild_on_use=False)
-    layer.weight.quantized_storage.watch(manual)
+    layer.weight.quantized_storage.writes.watch(manual)
     note_cast(manual)
     with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
         layer(x)
@@ -83,7 +83,7 @@ def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says():
 
     layer = Linear(32, 16, recipe=NVFP4)
     automatic = CastVersion(rebuild_on_use=True)
-    layer.weight.quantized_storage.watch(automatic)
+    layer.weight.quantized_storage.writes.watch(automatic)
     true = layer.weight.columnwise_data.clone()
     layer.weight.columnwise_data.fill_(0x77)
     note_cast(automatic)

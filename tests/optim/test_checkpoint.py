@@ -246,7 +246,7 @@ DAMAGES = {
         remembered(lambda t: t * 0),
         "layer.0 must be .* scale that is not finite and above",
     ),
-    "scale int": (remembered(lambda t: t.int()), "that of layer.0 remembers .*scale torch.float32"),
+    "scale int": (remembered(lambda t: t.int()), "the state of layer.0 is .*scale torch.float32"),
     "lr": (option("lr", "x"), "AdamW refuses the saved options"),
     "another lr": (option("lr", 0.5), r"rank 0 has 'param_groups\[0\] with .*0.5"),
     "no betas": (lambda s: s["param_groups"][0].pop("betas"), "must have 'betas'"),

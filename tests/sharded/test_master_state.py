@@ -290,8 +290,8 @@ def test_the_state_of_another_recipe_is_refused():
     ):
         state = model.state_dict() | {"layers.0.weight_state": later_state(recipe)}
         assert message_of(zerocast.InputError, model.load_state_dict, state) == (
-            f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
-            f"layers.0.weight remembers amax torch.float32 [1], amax_history torch.float32 [3], "
+            f"recipe state must be loaded into a weight of the same recipe: the state of "
+            f"layers.0.weight is amax torch.float32 [1], amax_history torch.float32 [3], "
             f"cast_scale torch.float32 [1], scale torch.float32 [1], and the state dict has "
             f"{theirs} for it; convert with the recipe that it was saved under, or take the "
             f"layer's 'weight_state' out of the state dict to start without it."

@@ -17,7 +17,7 @@ from zerocast.tensors.staleness import Writes
 def watched(recipe: Recipe, *, rebuild_on_use: bool = False) -> tuple[QuantizedTensor, CastVersion]:
     """A weight, and the clock of a plan that casts it."""
     weight, clock = quantize(torch.randn(9, 32), recipe), CastVersion(rebuild_on_use=rebuild_on_use)
-    weight.quantized_storage.watch(clock)
+    weight.quantized_storage.writes.watch(clock)
     return weight, clock
 
 
@@ -40,7 +40,7 @@ def test_a_weight_without_a_columnwise_copy_is_never_stale():
     """There is nothing to rebuild, so a forward is not refused."""
     weight = quantize(torch.randn(9, 32), NVFP4, columnwise=False)
     clock = CastVersion(rebuild_on_use=False)
-    weight.quantized_storage.watch(clock)
+    weight.quantized_storage.writes.watch(clock)
     note_cast(clock)
     assert not weight.quantized_storage.is_stale
     weight.quantized_storage.prepare_for_forward(lambda storage: pytest.fail("rebuilt"))
@@ -50,7 +50,7 @@ def test_any_of_several_plans_makes_a_copy_stale():
     """A forward rebuilds only where every plan that cast since has asked for that."""
     weight, manual = watched(NVFP4)
     automatic = CastVersion(rebuild_on_use=True)
-    weight.quantized_storage.watch(automatic)
+    weight.quantized_storage.writes.watch(automatic)
     rebuilt = []
     note_cast(automatic)
     weight.quantized_storage.prepare_for_forward(rebuilt.append)
@@ -108,8 +108,8 @@ def test_the_version_changes_exactly_when_codes_are_written():
     assert len(set(seen)) == 5
     late = CastVersion(rebuild_on_use=True)
     late.ticks = 41
-    storage.watch(late)
-    storage.watch(clock)
+    storage.writes.watch(late)
+    storage.writes.watch(clock)
     clock.retired = True
     rebuild_derived([storage])
     storage.replace("rowwise_data", weight.rowwise_data.clone())

@@ -1,6 +1,6 @@
 """Finds and loads the native library, ``libzerocast_cpu``, and says what to do where it is missing.
 
-It lies inside the package, in ``zerocast/_native``; an editable install keeps it in a second folder
+It is inside the package, in ``zerocast/_native``; an editable install keeps it in a second folder
 that is on the package's path. Those are the only places looked at, no environment variable and no
 search path of the system, so the library that runs is the one that was installed.
 """
@@ -48,7 +48,7 @@ def find_library() -> Path:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the library at ``path`` and check that it speaks this Python's interface.
+    """Load the library at ``path`` and check that it has the interface that this Python code calls.
 
     Raises:
         BackendError: where it cannot be loaded, or was built from other sources than this Python.

@@ -154,7 +154,7 @@ class CastPlan:
         weakref.finalize(self, self._version.retire)
         self.begin_writing, self.end_writing = self._version.begin, self._version.end
         for spec in self._specs:
-            spec.storage.watch(self._version)
+            spec.storage.writes.watch(self._version)
             if spec.is_named:
                 spec.storage.name_weight(spec.name)
 

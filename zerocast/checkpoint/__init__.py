@@ -5,9 +5,9 @@
     loaded = zerocast.checkpoint.load("run", optimizer, model)
     schedule.load_state_dict(loaded.extra["schedule"])
 
-It goes through ``torch.distributed.checkpoint``, over storage of its own: files of safetensors and
-a manifest in JSON, which is put in place last. So nothing is pickled, a save that is killed leaves
-the checkpoint before it whole, and what is damaged is refused. ``Writer`` and ``Reader`` in
+It goes through ``torch.distributed.checkpoint``, with its own storage classes: files of safetensors
+and a manifest in JSON, which is put in place last. So nothing is pickled, a save that is killed
+leaves the checkpoint before it whole, and what is damaged is refused. ``Writer`` and ``Reader`` in
 :mod:`zerocast.checkpoint.storage` are that storage.
 
     saving, loading     save and load

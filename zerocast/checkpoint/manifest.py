@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: what it holds, where, and whether it is whole.
 
 A checkpoint is a directory: files of safetensors, and ``checkpoint.json``, the manifest, which is
-put in place last, by one renaming. Each save gives its files names of their own, so whatever moment
-a save is killed at, the manifest is that of the previous one and so are all files that it names.
-A checkpoint in one file has its manifest in the metadata of that file, which is renamed as a whole.
+put in place last, by one renaming. Each save gives its files new names, so whatever moment a save
+is killed at, the manifest is that of the previous one and so are all files that it names. A
+checkpoint in one file has its manifest in the metadata of that file, which is renamed as a whole.
 
     zerocast_checkpoint   the version of this format
     digest                SHA-256 of the content, in JSON without spaces and with sorted keys

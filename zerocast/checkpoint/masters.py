@@ -30,8 +30,8 @@ class MasterTraining:
     """A model and the torch optimizer of its parameters.
 
     Raises:
-        InputError, UnsupportedError: where the optimizer steps what is no parameter of the model,
-            or what is no master.
+        InputError, UnsupportedError: where the optimizer steps a tensor that is not a parameter of
+            the model, or not a master.
     """
 
     def __init__(

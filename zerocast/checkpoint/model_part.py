@@ -2,7 +2,7 @@
 
     model.NAME             a buffer, or a parameter that is not trained
     model.NAME.BUFFER      the bytes of one that holds codes
-    model.NAME._extra_state   the extra state of a module, as what recipes remember for a layer
+    model.NAME._extra_state   the extra state of a module, such as a layer's recipe state
 
 What all ranks hold alike is saved once. What differs (statistics of each rank's batches) is saved
 for each rank, under the name and ``@RANK``, and loaded on as many ranks only.

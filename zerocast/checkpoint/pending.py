@@ -19,7 +19,7 @@ _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionar
 
 
 class PendingSave:
-    """A save that goes on; what ``save(..., asynchronous=True)`` returns.
+    """A save under way; what ``save(..., asynchronous=True)`` returns.
 
     If it fails, the rank logs an error to the logger ``zerocast`` at once; the next call raises it.
 

@@ -59,7 +59,7 @@ def save(
         group: of a torch optimizer the ranks; all by default.
 
     Returns:
-        The save that goes on, if ``asynchronous``.
+        The save under way, if ``asynchronous``.
 
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument on any, or a value that

@@ -1,7 +1,7 @@
 """How checkpoints go through ``torch.distributed.checkpoint`` (DCP): its planners and storage.
 
-DCP's own storage keeps its metadata, and every value that is no tensor, by pickle, which runs what
-a file tells it to; it writes its metadata in place and knows no digest. So :class:`Writer` and
+DCP's own storage keeps its metadata, and every value except tensors, by pickle, which runs what a
+file names; it writes its metadata in place and without a digest. So :class:`Writer` and
 :class:`Reader` implement DCP's two interfaces of storage over files of safetensors and a manifest
 in JSON (:mod:`zerocast.checkpoint.manifest`). DCP's planners do the rest: who writes what all ranks
 hold, whether what all ranks write covers every tensor once, and which parts of which chunks a rank

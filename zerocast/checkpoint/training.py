@@ -5,7 +5,7 @@ things in different places. Both give them these names, so either loads what the
 
     master.NAME             a weight's master, in the weight's shape
     state.NAME.KEY          what the optimizer keeps of it, in the same shape or as it is
-    recipe.NAME.KEY         what its recipe remembers
+    recipe.NAME.KEY         its recipe state
 
 and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON::
 
@@ -75,7 +75,7 @@ class Saved:
     Attributes:
         said: as the training that saved it said of itself.
         tensors: of the checkpoint, by name.
-        shares: by name, what this rank wants of them; filled before :meth:`Training.prepare`.
+        shares: by name, the parts that this rank needs; filled before :meth:`Training.prepare`.
     """
 
     said: dict[str, Any]

@@ -2,7 +2,7 @@
 
 What JSON has no form for keeps its type by a tag: ``{"$tuple": [...]}``, ``{"$dict": [[key, value],
 ...]}`` where a key is no text, ``{"$counter": ...}`` likewise, ``{"$tensor": name}``. Floats are
-written with all their digits, so they come back to the bit.
+written with all their digits, so that the same bits are read again.
 """
 
 from collections import Counter

@@ -119,7 +119,7 @@ def _writer(path: Path, planned: Planned, comm: Communicator) -> tuple[Writer, S
     return writer, writer.prepare_global_plan(planned.plans)[comm.rank]
 
 
-# --- what threads tell each other ---
+# --- messages between threads ---
 
 
 def _tell(note: Path, write: Callable[[], list[WriteResult]]) -> None:
@@ -127,7 +127,7 @@ def _tell(note: Path, write: Callable[[], list[WriteResult]]) -> None:
     try:
         results = write()
     except Exception as error:
-        with suppress(OSError):  # where nothing can be written, the next call tells it
+        with suppress(OSError):  # where nothing can be written, the next call raises
             replace_file(note, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         raise
     places = [[r.index.fqn, list(r.index.offset or ()), r.storage_data.start] for r in results]

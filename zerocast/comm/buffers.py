@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from zerocast.arguments import why_no_memory
+from zerocast.arguments import check_integer, why_no_memory
 from zerocast.errors import InputError
 
 Parts: TypeAlias = Sequence[int] | None
@@ -186,10 +186,7 @@ def broadcast_operand(buffer: torch.Tensor, root: int, size: int) -> torch.Tenso
         InputError: where it is not contiguous, or ``root`` is no rank of the group.
     """
     flat = as_bytes("broadcast_", buffer)
-    if not isinstance(root, int) or not 0 <= root < size:
-        raise InputError(
-            f"broadcast_ takes a root from 0 to {size - 1}, a rank of this group, got {root!r}."
-        )
+    check_integer("broadcast_'s root, a rank of this group,", root, 0, size - 1)
     return flat
 
 

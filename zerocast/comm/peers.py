@@ -1,4 +1,4 @@
-"""Peers: what a process knows of the other ranks of a group, which are processes, too.
+"""Peers: the states of a group's other ranks, each a process, as one process knows them.
 
 All communicators of one group in a process share one object, because they share the order of its
 collectives. A transport adds how ranks tell each other their states.

@@ -6,8 +6,8 @@ these reads what others have told. Before each collective 96 bytes a rank are ga
 calls, and its number in the order of calls. Ranks tell that they give up, or what they raised, in
 the group's store.
 
-NCCL has a watchdog of its own, which ends the process after the group's timeout. Its collectives,
-in which the host takes no part, are not watched here; an error of torch's becomes
+NCCL has its own watchdog, which ends the process after the group's timeout. Its collectives, in
+which the host takes no part, are not watched here; an error of torch's becomes
 :class:`zerocast.PeerFailedError`.
 """
 

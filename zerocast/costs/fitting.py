@@ -1,8 +1,8 @@
 """fit: the costs of the machine that this runs on, and how far a step is from what they say.
 
-Collectives are timed by themselves, phases in steps of small models, without what their collectives
-take. Each is fitted by the least sum of squared relative errors. Then a step of another model,
-which no fit has seen, is timed and compared with its estimate.
+Collectives are timed alone, phases in steps of small models, without what their collectives take.
+Each is fitted by the least sum of squared relative errors. Then a step of another model, which no
+fit has seen, is timed and compared with its estimate.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def model_of(name: str | Path) -> torch.nn.Module:
     sizes = MODELS[str(name)]
     model = _module(
         model=_module(
-            embed_tokens=_embedding(sizes.vocabulary, sizes.hidden),
+            embed_tokens=torch.nn.Embedding(
+                sizes.vocabulary, sizes.hidden, dtype=torch.bfloat16, device="meta"
+            ),
             layers=torch.nn.ModuleList(_layer(sizes, i) for i in range(sizes.layers)),
             norm=_norm(sizes.hidden),
         ),
@@ -154,10 +156,6 @@ def _parameter(*shape: int) -> torch.nn.Parameter:
 
 def _linear(rows: int, cols: int) -> torch.nn.Module:
     return torch.nn.Linear(cols, rows, bias=False, dtype=torch.bfloat16, device="meta")
-
-
-def _embedding(rows: int, cols: int) -> torch.nn.Module:
-    return torch.nn.Embedding(rows, cols, dtype=torch.bfloat16, device="meta")
 
 
 def _norm(size: int) -> torch.nn.Module:

@@ -7,7 +7,7 @@ DeepSpeed keeps the same range once more in 16 bits, the parameters of which are
 * codes lie in one buffer a plane for all groups, weight after weight without gaps. A rank's part
   of the range is then a part of that buffer where one group holds codes, and it is all-gathered
   there;
-* what is not quantized lies end to end in one buffer a group, of its own dtype;
+* parameters that are not quantized are end to end in one buffer a group, in their dtype;
 * the range of 16 bits is on the meta device: DeepSpeed reads its size, and its writes go nowhere.
 """
 

@@ -107,7 +107,7 @@ def broadcast(theirs: Theirs, self: Any) -> None:
     _check_kinds(comm, storages)
     self.module.named_parameters = lambda *_, **__: iter(plain.items())
     try:
-        theirs(self)  # which sees bytes where it looks: .data.view(torch.uint8)
+        theirs(self)  # reads .data.view(torch.uint8), so it gets the bytes
     finally:
         del self.module.named_parameters
     for name, storage in storages.items():

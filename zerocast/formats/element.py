@@ -55,11 +55,6 @@ class ElementFormat:
         """The smallest normal magnitude, exponent field 1."""
         return math.ldexp(1.0, 1 - self.bias)
 
-    @property
-    def subnormal_step(self) -> float:
-        """The distance between neighbours below ``min_normal``: the smallest positive magnitude."""
-        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
-
 
 # 0b0_1111_110: exponent 8, mantissa 1.75; 0b_1111_111 is NaN and there is no infinity.
 E4M3 = ElementFormat("e4m3", 4, 3, max=1.75 * 2.0**8, max_code=0x7E, nan_code=0x7F)

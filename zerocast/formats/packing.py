@@ -1,4 +1,4 @@
-"""Maps elements to bytes; nothing else knows where an element's code is stored.
+"""The places of codes in bytes; no other module computes where an element's code is stored.
 
 Every offset in zerocast's Python is in elements. Codes of 8 bits take a byte each. Codes of 4 bits
 are packed two a byte by their flat index in the whole weight: the even element is the low nibble,
@@ -24,8 +24,8 @@ def byte_span(fmt: ElementFormat, start: int, end: int) -> tuple[int, int]:
 
 
 def packed_columns(fmt: ElementFormat, columns: int) -> int:
-    """Bytes of one row of ``columns`` codes, where each row starts a byte of its own (a last nibble
-    may be unused).
+    """Bytes of one row of ``columns`` codes, where each row starts a new byte (a last nibble may be
+    unused).
     """
     return -(-columns * fmt.bits // 8)
 

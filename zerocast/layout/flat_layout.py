@@ -4,7 +4,7 @@ This is how ZeRO optimizers own weights: concatenate them, give rank r the r-th 
 wherever those fall inside a weight. The ranges are equal (the end is padded) so that one in-place
 all-gather moves them, and their length is a multiple of ``alignment`` elements. So no byte of
 packed 4-bit codes is shared between two ranks, provided that every weight starts on a byte of the
-buffer: give weights with an odd number of elements a layout of their own.
+buffer: give weights with an odd number of elements a separate layout.
 """
 
 from collections.abc import Sequence

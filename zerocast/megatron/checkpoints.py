@@ -21,11 +21,10 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
     from megatron.core.dist_checkpointing import ShardedObject
 
     state = theirs(self, *args, **kwargs)
-    remembered = [_remembered(storage) for storage in _storages(self)]
-    if any(remembered):
+    states = [_recipe_state(storage) for storage in _storages(self)]
+    if any(states):
         copies = [
-            {name: buffer.to("cpu", copy=True) for name, buffer in each.items()}
-            for each in remembered
+            {name: buffer.to("cpu", copy=True) for name, buffer in each.items()} for each in states
         ]
         key = f"optimizer.{_KEY}.dp_group_idx_{self.data_parallel_group_idx}"
         replica = self.data_parallel_group.rank()
@@ -40,7 +39,7 @@ def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> N
     if not storages or "param_state" not in state_dict:  # without masters
         return
     for storage, saved in zip(storages, state_dict.get(_KEY, ()), strict=False):
-        for name, buffer in _remembered(storage).items():
+        for name, buffer in _recipe_state(storage).items():
             buffer.copy_(saved[name])
         storage.recipe.rewind(storage.buffers)
     self._copy_main_params_to_model_params()
@@ -55,5 +54,5 @@ def _storages(optimizer: Any) -> list[QuantizedStorage]:
     return [weight.quantized_storage for weight in weights if isinstance(weight, QuantizedTensor)]
 
 
-def _remembered(storage: QuantizedStorage) -> dict[str, torch.Tensor]:
+def _recipe_state(storage: QuantizedStorage) -> dict[str, torch.Tensor]:
     return {name: storage.buffers[name] for name in storage.recipe.state}

@@ -21,7 +21,8 @@ def install() -> None:
 def uninstall() -> None:
     """Undo :func:`install`, also in modules of Megatron-Core that were imported after it.
 
-    Call it once training has ended: an optimizer that goes on would copy masters over codes.
+    Call it once training has ended: an optimizer that steps afterwards would copy masters over
+    codes.
     """
     _REPLACEMENTS.uninstall()
 

@@ -20,7 +20,7 @@ def quantize_linears(
 ) -> ConversionReport:
     """Put codes into the weights of Megatron-Core's column- and row-parallel linear layers.
 
-    Each rank quantizes the part that it holds, with scales of its own, as TransformerEngine does.
+    Each rank quantizes the part that it holds, with separate scales, as TransformerEngine does.
     Attributes of the weights (``tensor_model_parallel``, ``partition_dim``, ...) stay, and their
     present values are kept for the optimizer's masters. Layers multiply by the values of the codes.
 

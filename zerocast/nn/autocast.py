@@ -132,7 +132,7 @@ def text_of(recipe: Recipe | None) -> str:
     compiled function.
     """
     recipe = get_default_recipe() if recipe is None else recipe
-    return UNTRACEABLE if recipe.remembers else recipe.text
+    return UNTRACEABLE if recipe.has_state else recipe.text
 
 
 # torch.compiler.assume_constant_result sets this attribute, and would load the compiler here.

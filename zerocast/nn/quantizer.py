@@ -1,9 +1,9 @@
 """Quantizer: how the tensors of one place in a layer become codes.
 
-A layer has a quantizer for each tensor of its GEMMs: of the forward input, weight and output, of
-the backward the gradients of output and input. It knows the scheme, which of the two copies results
-hold and, for schemes with state, the slot of a :class:`zerocast.nn.recipe_state.RecipeState` that
-has it.
+A layer has a quantizer for each tensor of its GEMMs: in the forward for input, weight and output,
+in the backward for the gradients of output and input. A quantizer holds the scheme, which of the
+two copies its results have and, for schemes with state, a slot of a
+:class:`zerocast.nn.recipe_state.RecipeState`.
 
 Note: scale_inv belongs to the data
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,7 +44,7 @@ class RecomputeState:
     and must get the same codes.
 
     An object that is made while another one is current is nested in it: while it records, the outer
-    one goes on recording or replaying.
+    one continues to record or replay.
     """
 
     def __init__(self) -> None:

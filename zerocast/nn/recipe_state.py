@@ -15,8 +15,8 @@ layer that did not run, a tensor of zeros) changes neither history nor scale.
 
 The states of all layers have their entries in one flat buffer, in the order in which they
 registered, so a reduction is one all-reduce, whatever the number of layers. All ranks reduce the
-same entries: an entry keeps its place when its layer does not run, is gone, or has another recipe
-or device.
+same entries: an entry keeps its place when its layer does not run, was deleted, or has another
+recipe or device.
 """
 
 from __future__ import annotations
@@ -340,8 +340,8 @@ class AmaxReduction:
         return steps
 
     def _present(self, entry: _Entry) -> RecipeState | None:
-        """Return the state of an entry; None if it is gone, registered elsewhere, or on another
-        device.
+        """Return the state of an entry; None if it was deleted, is registered elsewhere, or is on
+        another device.
         """
         state = entry.state()
         is_here = state and state.reduction is self and state.device == entry.device

@@ -2,20 +2,20 @@
 
 ``torch.utils.checkpoint`` runs a function once in the forward and once more in the backward, when
 the region of :class:`zerocast.autocast` has usually been left and the scales of delayed scaling
-have moved on. Its caller (a trainer, a model's own switch, a wrapper) seldom knows of regions. So a
+have moved on. Its caller (a trainer, a model's own switch, a wrapper) seldom handles regions. So a
 layer itself finds out whether it runs inside such a function. In the first run it stores, with the
 checkpoint, its region and the scales from which its casts start; in the second run it uses both
 again, and records no amaxes.
 
 Note: how a checkpoint is found
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torch does not tell that a checkpoint is running, so the call stack is searched for its functions.
-Each has one object that lives as long as the checkpoint's graph: for the reentrant kind the node of
-the graph, for the other kind the frame that counts saved tensors. Notes are attributes of that
-object. Checkpoints inside of checkpoints are found in their order: the runs between the layer and
-the nearest recomputation are first runs, and take notes of their own. A compiled graph repeats some
-operations of its forward in its backward, so each operation has separate notes, kept with the node
-of the graph.
+torch has no call that says whether a checkpoint is running, so the call stack is searched for the
+functions of checkpoints. Each such function holds one object that exists as long as the
+checkpoint's graph: for the reentrant kind the node of the graph, for the other kind the frame that
+counts saved tensors. Notes are attributes of that object. Nested checkpoints are found in their
+order: those between the layer and the nearest recomputation run for the first time, and each gets
+separate notes. A compiled graph repeats some operations of its forward in its backward, so each
+operation has separate notes, kept with the node of the graph.
 
 A recomputation by another function (a framework's own checkpoint) is not found. If a layer runs
 inside a backward without notes and could not make the codes of its first run again, it raises
@@ -70,7 +70,7 @@ class _Notes:
     """
 
     def __init__(self) -> None:
-        self.tape = RecomputeState()
+        self.state = RecomputeState()
         self._runs: dict[QuantizedLayer, list[_Run]] = {}
         self._unread: dict[QuantizedLayer, Iterator[_Run]] = {}
         self._task: int | None = None
@@ -84,7 +84,7 @@ class _Notes:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self.tape.rewind()
+            self.state.rewind()
             self._unread = {layer: iter(runs) for layer, runs in self._runs.items()}
         return next(self._unread.get(layer, iter(())), None)
 
@@ -120,8 +120,8 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
                 _refuse_other_codes(layer, region)
             else:
                 region = noted.region
-                stack.enter_context(recording(notes.tape))
-                stack.enter_context(_remembering(layer, noted))
+                stack.enter_context(recording(notes.state))
+                stack.enter_context(_with_state_of(layer, noted))
         elif in_backward:
             _refuse_other_codes(layer, region)
         else:
@@ -133,7 +133,7 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
                 notes = _Notes()
                 setattr(owner, name, notes)
             stack.callback(notes.add, layer, region)
-            stack.enter_context(recording(notes.tape))
+            stack.enter_context(recording(notes.state))
             # The first run of the reentrant kind has gradients disabled; it is no evaluation.
             if region.enabled and name == _NOTES and bool(getattr(owner, "next_functions", None)):
                 active = replace(region, calibrating=True)
@@ -143,7 +143,7 @@ def _as_in_first_run(layer: QuantizedLayer, site: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _remembering(layer: QuantizedLayer, run: _Run) -> Iterator[None]:
+def _with_state_of(layer: QuantizedLayer, run: _Run) -> Iterator[None]:
     """Within the context ``layer`` has the recipe states of ``run``."""
     if run.states is None or run.states is layer._states:
         yield
@@ -186,7 +186,7 @@ def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
     recipe, recompute_state = layer._latest_recipe, current_recompute_state()
     if recipe is None or (recompute_state is not None and recompute_state.replays):
         return
-    if region.enabled and region.recipe == recipe and not recipe.remembers:
+    if region.enabled and region.recipe == recipe and not recipe.has_state:
         return
     raise UnsupportedError(
         f"{layer.name or type(layer).__name__} ran under zerocast.autocast with "
@@ -199,8 +199,8 @@ def _refuse_other_codes(layer: QuantizedLayer, region: Autocast) -> None:
 
 
 class _Checkpoint(NamedTuple):
-    """Which run of its function it is, the object that lives as long as its graph, and the
-    attribute of that object which has the notes.
+    """A checkpoint on the call stack: whether its function runs for the first time or again, the
+    object that exists as long as its graph, and the attribute of that object that holds the notes.
     """
 
     run: Run

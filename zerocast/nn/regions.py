@@ -47,7 +47,7 @@ NO_REGION = ""
 HIGH_PRECISION = "high precision"
 UNTRACEABLE = "untraceable"
 
-GRAPHS_REMEMBER = torch.__version__ >= (2, 13)  # type: ignore[operator]
+GRAPHS_HOLD_STATE = torch.__version__ >= (2, 13)  # type: ignore[operator]
 """Whether graphs of torch.compile hold operations of recipes with state; with earlier releases of
 torch the graph breaks there.
 """
@@ -119,7 +119,7 @@ def shown_recipe(recipe: Recipe) -> str:
     """
     if isinstance(recipe, DelayedScaling) and callable(recipe.amax_compute_algo):
         recipe = replace(recipe, amax_compute_algo="max")
-    if recipe.remembers and not GRAPHS_REMEMBER:
+    if recipe.has_state and not GRAPHS_HOLD_STATE:
         return UNTRACEABLE
     return recipe.text
 

@@ -87,7 +87,8 @@ def reserve_state(layer: torch.nn.Linear) -> None:
     """Reserve an entry of the state dict for the recipe's state of the layer's master.
 
     torch's functions for state dicts of sharded models look for each entry among parameters and
-    buffers. This buffer stands for the entry and is empty: its content is made when it is saved.
+    buffers. This buffer takes the entry's place and is empty; the content is made when the layer is
+    saved.
     """
     empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
     layer.register_buffer(WEIGHT_STATE, empty)

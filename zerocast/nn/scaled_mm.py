@@ -132,7 +132,7 @@ def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
     if kind is BLOCKWISE:
         # Stored with the blocks along the contraction in one column (1x128: [contraction / 128,
         # rows]; 128x128: [rows / 128, contraction / 128 up to a multiple of 4]); either way the
-        # transposed view has the shape and the strides that cuBLAS wants.
+        # transposed view has the shape and the strides that cuBLAS needs.
         scaling = "BlockWise128x128" if side.grid.block_h == 128 else "BlockWise1x128"
         return Arguments(codes, (scale_inv.t(),), (scaling,))
     plane = swizzle(scale_inv.t() if side.stored_transposed else scale_inv)

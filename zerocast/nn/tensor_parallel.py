@@ -1,7 +1,7 @@
 """Tensor parallelism with torch's DTensor styles.
 
 Layers that :func:`zerocast.nn.convert` made are parallelized by torch's own ``ColwiseParallel``,
-``RowwiseParallel``, ``SequenceParallel`` and ``PrepareModuleInput``, which know nothing of codes:
+``RowwiseParallel``, ``SequenceParallel`` and ``PrepareModuleInput``, which do not handle codes:
 
     zerocast.nn.convert(model, recipe, weights="master")
     parallelize_module(block, mesh["tp"], {"wq": ColwiseParallel(), "wo": RowwiseParallel()})
@@ -218,7 +218,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             use_local_output: those of torch's style. At least one input is ``Shard(d)`` and
             desired as ``Replicate()``; others are prepared as torch does.
         fwd_config_submodule_fqn: the layer, by its name in the module, whose quantizer makes the
-            codes and remembers amaxes; the first :class:`zerocast.nn.Linear` by default.
+            codes and records amaxes; the first :class:`zerocast.nn.Linear` by default.
 
     Raises:
         InputError: where no input would be gathered; when applied, where the module has no such

@@ -89,7 +89,7 @@ def quantizers_of(
 
 def has_state(recipe: str) -> bool:
     """Say whether the recipe of this text keeps state between casts."""
-    return bool(recipe_from_text(recipe).remembers)
+    return bool(recipe_from_text(recipe).has_state)
 
 
 _sites: list[Any] = [None, 0]
@@ -137,9 +137,9 @@ def numbered(number: int) -> torch.Tensor:
 
 
 class Ticket(bytearray):
-    """The memory of a ticket, two numbers: its own and its quantizer's. It keeps the quantizer
-    alive as long as its tensor lives. A copy of the tensor (made by hooks on saved tensors) does
-    not, but its second number finds the quantizer as long as the layer has it.
+    """The memory of a ticket, two numbers: its own and its quantizer's. It refers to the quantizer,
+    which so exists as long as the ticket's tensor. A copy of the tensor (made by hooks on saved
+    tensors) does not, but its second number finds the quantizer as long as the layer has it.
     """
 
     quantizer: Quantizer

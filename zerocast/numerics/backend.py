@@ -152,6 +152,6 @@ class Backend(Protocol):
 
         Codes are exact with respect to the rounded result. Without numerics there are no planes,
         and the launch writes the output alone. Under :class:`Float8DelayedNumerics` the stored
-        scale is ``1 / scale``, NaN where the tensor amax is not finite, and nothing remembers
-        anything. ``numerics`` must be one that :func:`can_fuse`.
+        scale is ``1 / scale``, NaN where the tensor amax is not finite, and no state is changed.
+        ``numerics`` must be one that :func:`can_fuse`.
         """

@@ -49,7 +49,7 @@ class Masters:
 
 @dataclass(frozen=True, slots=True)
 class DelayedState:
-    """What :class:`Float8DelayedNumerics` remembers of one tensor; the tensor's own memory.
+    """The state of one tensor under :class:`Float8DelayedNumerics`, in the memory of that tensor.
 
     Attributes:
         scale: FP32 [1], what the next cast multiplies by; 1 at first.

@@ -1,17 +1,17 @@
 """Which optimizers may be sharded over ranks: those that update each element from itself alone.
 
-A rank does not know the other ranks' elements, so an optimizer that looks at a whole tensor (a norm
-of it, its rows, its inverse), at blocks of it (8-bit state) or at all parameters (a learning rate
-estimated from them) would give other weights on another number of ranks. No list of names can say
-which do, so a class is tried, with the options of every kind of group. It steps a matrix and a
+A rank does not know the other ranks' elements, so an optimizer that reads a whole tensor (a norm of
+it, its rows, its inverse), at blocks of it (8-bit state) or at all parameters (a learning rate
+estimated from them) would give other weights on another number of ranks. No list of names can be
+complete, so the class is tried, with the options of every kind of group. It steps a matrix and a
 vector whole, then flat, and then as ranks would: flat, in two pieces, each piece in a separate
 optimizer. Masters, state and what the class writes into its options must come out the same. The
 trial has more than 4096 elements, from where on 8-bit optimizers quantize, takes some milliseconds,
 draws nothing from torch's global generators and gives the same verdict on every rank. What a class
-does only later, or for other values than these, is not seen.
+does only after more steps, or for other values, is not found.
 
-Where ranks step whole matrices (``shard="matrix"``) a class may look at all of a matrix, and only
-not at others: it steps two matrices together and then each in an optimizer of its own.
+Where ranks step whole matrices (``shard="matrix"``) a class may read all of a matrix, but no other
+matrix: in the trial it steps two matrices in one optimizer, and then each in a separate one.
 """
 
 import sys
@@ -63,8 +63,8 @@ def check_shardable(
     device: torch.device,
     shard: str,
 ) -> None:
-    """Try ``optimizer_class(groups, **defaults)``, and raise where it is not element-wise; with
-    ``shard`` "matrix" where it does not step each matrix by itself.
+    """Try ``optimizer_class(groups, **defaults)``, and raise where it is not element-wise, or, with
+    ``shard`` "matrix", where the step of a matrix depends on other matrices.
 
     Args:
         groups: the options of each group, without its parameters.
@@ -91,7 +91,7 @@ def check_shardable(
             if shard == "matrix":
                 if (difference := trial.verdict_on_matrices()) is not None:
                     raise UnsupportedError(
-                        'shard="matrix" needs an optimizer that steps each matrix by itself, '
+                        'shard="matrix" needs an optimizer that steps each matrix alone, '
                         "because ranks have different ones, and "
                         f"{optimizer_class.__name__} does not: {difference}."
                     )
@@ -200,7 +200,7 @@ class _Trial:
         return f"{found}. {why}"
 
     def verdict_on_matrices(self) -> str | None:
-        """Return None for a class that steps each matrix by itself, else what differs."""
+        """Return None for a class that steps each matrix alone, else what differs."""
         try:
             together = self.run(_WHOLE, flat=False)
             alone = self.run(_WHOLE[:1], _WHOLE[1:], flat=False)

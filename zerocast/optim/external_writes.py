@@ -2,14 +2,14 @@
 
 A step makes the weights from the masters, so a write in between (the model's ``load_state_dict``,
 ``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. The
-write of a plain weight shows in torch's version counter, that of a quantized one in its own, which
-sees every way of writing but through a buffer that was taken out of it. An element of a plain
-weight that still is the rounding of its master keeps the master. A quantized weight keeps the value
-that was copied into it, so its master starts from that and not from its rounding.
+write of a plain weight changes torch's version counter, that of a quantized one its own counter,
+which counts every write except one through a buffer that was taken out of the weight. Where an
+element of a plain weight still is the rounding of its master, the master stays. A quantized weight
+keeps the value that was copied into it, so its master starts from that and not from its rounding.
 
-Ranks must hold the same values when masters are taken from them, each rank its shard. What ranks
-find is compared only where any has found something, which the reduce-scatter of gradients tells; so
-a step before which nothing was written costs nothing more.
+Ranks must hold the same values when masters are taken from them, each rank its shard. Ranks compare
+these values only where any rank has found a write, which they learn from the reduce-scatter of
+gradients; so a step without such writes costs nothing more.
 """
 
 from collections.abc import Iterable
@@ -82,9 +82,9 @@ class ExternalWrites:
     def agree(self) -> None:
         """Let all ranks find the same writes. Collective.
 
-        A weight that all ranks hold alike and some have not seen written is what it was (a
-        broadcast of the weights from one rank). One whose copied value only some ranks keep starts
-        from its codes.
+        A weight that has the same values on all ranks, and was not written on some, has not changed
+        (one rank's weights were broadcast). Where only some ranks keep the value that was copied
+        into a weight, its master starts from the codes.
 
         Raises:
             RankMismatchError: on every rank, where ranks hold different values.

@@ -19,11 +19,10 @@ from zerocast.optim.gradients import GradientReducer
 
 
 class FoundInf(torch.Tensor):
-    """A parameter of no elements, with which a GradScaler inspects the gradients of all ranks.
+    """A parameter without elements, with which a GradScaler inspects the gradients of all ranks.
 
-    FP64, which no other weight of the optimizer is: the scaler inspects gradients dtype by dtype,
-    in the order in which it meets them, so the last parameter with a dtype of its own is inspected
-    last.
+    Its dtype is FP64, which no weight of the optimizer has. The scaler inspects gradients dtype by
+    dtype, in the order in which the dtypes first occur, so this last parameter is inspected last.
     """
 
     gradients: GradientReducer

@@ -1,4 +1,4 @@
-"""OverlappingReducer: gradients are sent while the backward pass goes on, and are not kept whole.
+"""OverlappingReducer: sends gradients while the backward pass runs, and does not keep them whole.
 
 Note: gradients that overlap the backward
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -9,14 +9,14 @@ shards (ZeRO-2). So beside the sums gradients take two buckets and what one laye
 
 Buckets are sent in one order on all ranks, the last layers' first; a bucket that would overtake
 another waits for it, its gradients in ``.grad``. Every backward pass sends every bucket once: at
-its end those go that are not full, with zeros for weights that it did not reach. So the ranks make
-equally many backward passes between two steps, each through one weight of the optimizer at least,
-and may differ in which. Passes inside a pass count (checkpointing with ``use_reentrant=True``) and
-send everything again each time: use ``use_reentrant=False``.
+its end the buckets that are not full are sent, with zeros for weights that it did not reach. So
+between two steps all ranks must make the same number of backward passes, each through at least one
+weight of the optimizer; which weights may differ. Passes inside a pass count (checkpointing with
+``use_reentrant=True``) and send everything again each time: use ``use_reentrant=False``.
 
 A gradient that comes too late for its bucket, or was not made by backward (``param.grad = ...``),
-stays in ``.grad`` and goes with the next pass, or with one more exchange at the step. The step, or
-``optimizer.zero_grad()``, uses the sums up. ``model.zero_grad()`` does not see them.
+stays in ``.grad`` and is sent with the next pass, or in one more exchange at the step. The step, or
+``optimizer.zero_grad()``, resets the sums. ``model.zero_grad()`` does not change them.
 """
 
 import weakref
@@ -81,7 +81,7 @@ class OverlappingReducer(GradientReducer):
         members = self._buckets[self._bucket].pieces if self._bucket < len(self._buckets) else ()
         return sum(weights[i].param.requires_grad for i in members)
 
-    # --- while backward goes on ---
+    # --- while backward runs ---
 
     @torch.no_grad()
     def arrive(self, index: int) -> None:

@@ -6,13 +6,13 @@ FP16 gradients get exactly that gradient: up to 2^13 ranks the sums are exact in
 quotient. Any other gradients have the same mean, to the bit, whatever the transport.
 
 A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
-only some ranks have a gradient for counts as zero on the others. So that ranks know of each other,
-the rows of the last round end in notes, a few numbers that ranks exchange, and in flags, a byte for
-each weight: 1 where the rank has a gradient. Ranks may have other weights without a gradient in
-every step.
+only some ranks have a gradient for counts as zero on the others. So that each rank knows which
+gradients the others have, the rows of the last round end in notes, a few numbers that ranks
+exchange, and in flags, a byte for each weight: 1 where the rank has a gradient. Ranks may have
+other weights without a gradient in every step.
 
 Here gradients stay in ``.grad`` until the step; :mod:`zerocast.optim.gradient_overlap` sends them
-while the backward pass goes on.
+while the backward pass runs.
 """
 
 import math

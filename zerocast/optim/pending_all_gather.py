@@ -33,8 +33,8 @@ from zerocast.tensors import CastVersion, QuantizedStorage, prepare_rebuild
 class PendingAllGather:
     """The gathers that the uses of some weights wait for, step after step.
 
-    It lives as long as one of the weights does. Gathers that have not been waited for are waited
-    for when it is collected or Python ends, because until then they write the weights' memory.
+    It exists as long as one of the weights does. When it is collected, or Python ends, it waits for
+    gathers that are under way, because these write the weights' memory.
 
     Args:
         storages: the weights of a bucket, on one device.
@@ -58,7 +58,7 @@ class PendingAllGather:
         weakref.finalize(self, self._version.retire)
         for storage in storages:
             storage.wait_pending = self.wait
-            storage.watch(self._version)
+            storage.writes.watch(self._version)
 
     def begin(self, gathers: Iterable[Wait]) -> None:
         """Begin the gathers: ``gathers`` begins each of them and gives what waits for it.
@@ -138,7 +138,7 @@ class PendingAllGather:
 
 
 def _finish(waits: list[Wait]) -> None:
-    """Call each and forget it, also one that fails, but not one that was interrupted."""
+    """Call each and remove it, also one that fails, but not one that was interrupted."""
     # Modes that watch or replace torch's operations are meant for the caller's own; and a model may
     # be collected at any time, such as while another is traced.
     with _disable_current_modes():

@@ -6,11 +6,12 @@ different steps and no rank can put them together again: saving and stepping are
 on, until a state is loaded. Where it fails on some ranks only, others may have made one step more.
 So every rank sends with the gradients, at no further cost, whether something went wrong here,
 whether a weight was written by other code, how many steps were made, which number the caller gives
-this one, and a digest of the options: a scheduler that only some ranks step, or step by losses of
-their own, would train each rank's shards at another learning rate.
+this one, and a digest of the options: if only some ranks step a scheduler, or each steps it by its
+own loss, shards would be trained at different learning rates.
 
 A rank that leaves out a whole step, or makes one twice, has still made as many calls as the others,
-until the last: only the caller's number tells its steps from theirs before that.
+until the last: before that, only the number that the caller gives shows that its steps are not
+theirs.
 """
 
 import zlib
@@ -119,9 +120,9 @@ class Progress:
 
         Raises:
             ZerocastError: ``error``.
-            InputError: where a weight no longer lies where the optimizer put it, so that a step
-                would change memory that nothing reads, or a parameter that was left out has a
-                gradient.
+            InputError: where a weight is no longer at the address where the optimizer put it, so
+                that a step would change memory that nothing reads, or a parameter that was left out
+                has a gradient.
             UnfinishedStepError: where the last step was left unfinished.
             RankMismatchError: where ranks have made different numbers of steps, give this one
                 different numbers, have different options, or hold different values in weights that

@@ -112,7 +112,7 @@ class Publication:
         """
         if self._plan is not None and self._verified != self._plan.step:
             self._plan.verify()
-            self._verified = self._plan.step  # not where ranks differ: who asks again is told again
+            self._verified = self._plan.step  # not where ranks differ: the next call raises again
 
     def _compute_scale(self) -> None:
         assert self._plan is not None, "it is a step of the plan"

@@ -1,10 +1,10 @@
 """The rules of a saved training state: what it says of itself, and which optimizer may load it.
 
-A state is masters, and what recipes and the inner optimizer remember of them. It continues a run
-bit for bit only in an optimizer that computes the same from it. So every saved state, whoever wrote
-it (a ZeroOptimizer's state dict, :mod:`zerocast.checkpoint`) and whoever loads it (a ZeroOptimizer,
-or masters under FSDP2), describes its optimizer in the same words, and is compared by the same
-checks before anything is changed::
+A training state is the masters, the recipe state and the state of the inner optimizer. It continues
+a run bit for bit only in an optimizer that computes the same from it. So every saved state, whoever
+wrote it (a ZeroOptimizer's state dict, :mod:`zerocast.checkpoint`) and whoever loads it (a
+ZeroOptimizer, or masters under FSDP2), describes its optimizer in the same words, and is compared
+by the same checks before anything is changed::
 
     format      of this description
     numerics    the version of the arithmetic (:data:`zerocast.numerics.NUMERICS_VERSION`)

@@ -144,8 +144,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return this rank's share of the state: masters, inner state, averages, options.
-        :func:`zerocast.checkpoint.save` saves those of all ranks together; ``torch.save`` each
-        rank's in a file of its own.
+        :func:`zerocast.checkpoint.save` saves the shares of all ranks together; ``torch.save``
+        saves one rank's, in one file for each rank.
 
         The tensors are the optimizer's own and change with its next step, as in torch. Those of
         other ranks have the same names and other values; ``torch.distributed.checkpoint`` would
@@ -153,7 +153,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UnfinishedStepError: where a step was left unfinished.
-            UnsupportedError: where torch.distributed.checkpoint asks, which would keep one rank's.
+            UnsupportedError: where torch.distributed.checkpoint calls this, which would keep one
+                rank's share alone.
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise UnsupportedError(

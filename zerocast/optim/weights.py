@@ -176,7 +176,7 @@ def _check_whole(weight: Weight) -> None:
     if weight.storage is None or weight.init_value is not None:
         return
     try:
-        weight.storage.require_scales()
+        weight.storage.writes.require_scales()
     except (StaleCopyError, UnfinishedStepError) as error:
         raise type(error)(
             f"no master can start from {weight.name}: {error} Where a checkpoint is loaded into "
@@ -251,7 +251,8 @@ def check_same_optimizer(
     )
     if named:
         return
-    # Without names two weights of one shape look alike, and only their values tell their order.
+    # Without names two weights of one shape cannot be told apart but by their values, which give
+    # their order.
     values = value_digests(weights)
     lines = [f"{tuple(w.param.shape)} {v}" for w, v in zip(weights, values, strict=True)]
     everyone = lines_that_differ(comm, lines) or []

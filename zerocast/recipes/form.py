@@ -16,7 +16,7 @@ class Form:
         recipe, shape: as given.
         numerics, state, has_one_block: those of the recipe.
         stack: the leading dimensions of a stack; none of a weight that is one tensor.
-        num_matrices: how many matrices are quantized by themselves.
+        num_matrices: how many matrices are quantized separately.
         planes: the planes of a weight, the rowwise one first; of a stack those of each matrix.
         cast_planes: those whose codes a cast writes; they have amaxes.
         gathered: the names of the buffers that an all-gather moves.

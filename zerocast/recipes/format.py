@@ -73,8 +73,8 @@ class Format(str, Enum):
 
 @dataclass(frozen=True)
 class QParams:
-    """How tensors of one kind are quantized. Every recipe says which of these it knows, and refuses
-    the others.
+    """How tensors of one kind are quantized. Every recipe lists which of these it supports, and
+    refuses the others.
 
     Attributes:
         power_2_scale: round scales down to powers of two.

@@ -2,8 +2,8 @@
 
 A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by
 the same launches. It states arithmetic and planes: its numerics, its blocks, where columnwise codes
-come from, how scales are stored, what a weight stores beside them. It calls no operation and knows
-no backend; a backend knows no recipe.
+come from, how scales are stored, what a weight stores beside them. It calls no operation and no
+backend; a backend does not depend on recipes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Recipe(ABC):
             and the cast, as TransformerEngine and Megatron do; so a cast equals "cast to BF16, then
             quantize". False quantizes straight from FP32.
         per_matrix: whether a weight [..., M, K] of more than two dimensions (experts) is a *stack*:
-            each of its matrices is quantized by itself, with blocks, an amax and a state of its
-            own. False takes all as one tensor, as TransformerEngine does.
+            each of its matrices is quantized separately, with its own blocks, amax and state. False
+            takes all as one tensor, as TransformerEngine does.
         fp8_dpa, fp8_mha: must stay False: attention is not quantized.
         backward_override: must stay None: the backward's products are quantized as the forward's.
 
@@ -265,7 +265,7 @@ class Recipe(ABC):
         return self.block == (FULL, FULL)
 
     @cached_property
-    def remembers(self) -> bool:
+    def has_state(self) -> bool:
         """Whether quantizing a layer's tensors, of whichever role, depends on earlier casts."""
         return any(self.for_role(role).state for role in get_args(Role))
 
@@ -309,13 +309,13 @@ class Recipe(ABC):
         return dtype if self.round_master else torch.float32
 
     def delayed_state(self, buffers: Buffers) -> DelayedState | None:
-        """Return what a weight remembers under delayed scaling."""
+        """Return a weight's state under delayed scaling."""
         if "amax_history" not in buffers:
             return None
         return DelayedState(*(buffers[name] for name in ("scale", "cast_scale", "amax_history")))
 
     def rounding(self, buffers: Buffers) -> Rounding | None:
-        """Return what a weight remembers under stochastic rounding."""
+        """Return a weight's state under stochastic rounding."""
         counter = buffers.get("rounding_counter")
         return None if counter is None else Rounding(counter)
 

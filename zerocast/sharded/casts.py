@@ -256,7 +256,7 @@ def precompute_scales_for_fsdp(
 
     Call it after ``optimizer.step()``, whoever wrote the masters. The next all-gather of each sends
     the codes that it made. It is never needed: without it each parameter is cast when it is
-    gathered after a write, with a small all-reduce of its own and one more to find out, to the same
+    gathered after a write, with a separate small all-reduce and one more to find out, to the same
     bytes. Collective over the ranks that shard the model, and like ``optimizer.step()`` it leaves
     the parameters sharded. Under tensor parallelism there is one all-reduce more, over the ranks
     that hold shards of a weight; if it alone distributes the model, that is the only one.

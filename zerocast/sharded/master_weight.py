@@ -204,8 +204,8 @@ class MasterWeight(torch.Tensor):
         return restore, (self.value, gather, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, Recipe]]:
-        """Leave the gather out: what torch.compile compiles for one master serves all alike, so
-        its results are pieces of none.
+        """Leave the gather out: what torch.compile compiles for one master is then used for all
+        masters alike, so its results are pieces of none.
         """
         return ["value"], (self.low_bit_all_gather.shape, self.low_bit_all_gather.recipe)
 

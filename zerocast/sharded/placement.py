@@ -1,4 +1,4 @@
-"""Where a weight lies: what torch's DTensor and FSDP2 say about it, read here alone.
+"""Reads from torch's DTensor and FSDP2 where a weight is; no other module reads that from them.
 
 FSDP2 puts its dimensions of the mesh before those of tensor parallelism: one that shards, and
 before it perhaps one that replicates. So the first dimension that shards is FSDP2's, and those

@@ -42,12 +42,12 @@ def check_state(name: str, recipe: Recipe, own: Buffers, given: Buffers, remedy:
     if ours != theirs:
         ours_text, theirs_text = (", ".join(sorted(each)) or "nothing" for each in (ours, theirs))
         raise InputError(
-            f"what a recipe remembers must be loaded into a weight of the same recipe: that of "
-            f"{name} remembers {ours_text}, and the state dict has {theirs_text} for it; {remedy}."
+            f"recipe state must be loaded into a weight of the same recipe: the state of {name} "
+            f"is {ours_text}, and the state dict has {theirs_text} for it; {remedy}."
         )
     if (wrong := recipe.wrong_state(given)) is not None:
         raise InputError(
-            f"what a recipe remembers of {name} must be what casts have left, got {wrong}; the "
+            f"the recipe state of {name} must be one that casts have left, got {wrong}; the "
             "state is damaged."
         )
 

@@ -2,8 +2,8 @@
 
 import torch
 
-# Imported for their effects: operations tells QuantizedTensor the operations that it knows,
-# averaging tells torch what to ask before a module averages weights.
+# Imported for their effects: operations registers those that QuantizedTensor handles, averaging
+# registers with torch what is called before a module averages weights.
 from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import averaging as _averaging
 from zerocast.tensors import operations as _operations

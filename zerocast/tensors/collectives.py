@@ -4,8 +4,8 @@ Torch's schemas of them do not say which tensors they write, and a wrapper has n
 communication library could write. So each collective is known here by name:
 
 * those that move tensors whole (``broadcast``, ``send`` and ``recv``, ``scatter``, ``gather``, and
-  ``all_gather`` and ``all_to_all`` of lists) move all bytes of a weight: codes, scales and what its
-  recipe remembers. Derived copies are rebuilt by the receiver;
+  ``all_gather`` and ``all_to_all`` of lists) move all bytes of a weight: codes, scales and recipe
+  state. Derived copies are rebuilt by the receiver;
 * those that compute, or that fill a tensor from pieces, are refused where they would write a
   quantized weight;
 * where a weight is only read and what is written is plain, its value is read.

@@ -54,14 +54,15 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
         storage.derived(plane.codes_name)
     if not storage.shape.numel():  # an empty shard of a weight
         return torch.empty(storage.shape, dtype=torch.float32, device=storage.device)
-    storage.require_scales()
+    storage.writes.require_scales()
     matrices, shape = storage.matrices, [plane.grid.rows, plane.grid.cols]
     values = torch.empty(len(matrices), *shape, dtype=torch.float32, device=storage.device)
     operands = [
         decoded_operand(matrix, plane, each) for matrix, each in zip(matrices, values, strict=True)
     ]
-    # A tracer's tensors are of a class of its own. Outside it, the operation's detour through
-    # torch's dispatcher costs more than decoding a small weight, and loads the compiler at first.
+    # The tensors of a tracer are of a class that the tracer defines. Outside it, the operation's
+    # detour through torch's dispatcher costs more than decoding a small weight, and loads the
+    # compiler at first.
     if type(operands[0].planes[0].codes) is torch.Tensor and not torch.compiler.is_compiling():
         _decode(storage.recipe.numerics, operands)
     else:

@@ -1,7 +1,7 @@
 """HeldPlanes: which planes a weight holds, and which of its buffers casts and gathers move.
 
 A *stack* (see :attr:`Recipe.per_matrix`) is as many matrices, which lie one behind the other in
-each of its buffers. Each is cast, transposed and decoded as a weight of its own
+each of its buffers. Each is cast, transposed and decoded as a separate weight
 (:attr:`QuantizedStorage.matrices`); its planes, which all of them have alike, are those of one.
 """
 
@@ -136,7 +136,7 @@ class HeldPlanes:
 
     def shared_amaxes(self) -> list[range]:
         """Return the entries of :attr:`amax_slots` that are amaxes over other shards of the whole
-        weight, too; none of a weight that is no tensor-parallel shard.
+        weight, too; none where the weight is not a tensor-parallel shard.
         """
         if self.tp_shard is None:
             return []

@@ -163,14 +163,14 @@ def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
         return (
             (source.recipe, source.shape) == (into.recipe, into.shape)
             and given.high_precision_init_val is None
-            and not storage.lacks_scales
+            and storage.writes.are_readable
             and all(
                 name in given.buffers and _same_bits(buffer, given.buffers[name])
                 for name, buffer in storage.originals.items()
             )
         )
     same = False
-    readable = storage.has_rowwise and not storage.lacks_scales
+    readable = storage.has_rowwise and storage.writes.are_readable
     if source.shape == into.shape and source.dtype in NOMINAL_DTYPES and readable:
         value, plain = dequantize(storage), source.detach().to(storage.device)
         same = any(

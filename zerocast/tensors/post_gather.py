@@ -21,11 +21,11 @@ def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
     """
     storages = list(storages)
     for storage in storages:
-        storage.require_scales()
+        storage.writes.require_scales()
     for launch in prepare_rebuild(storages):
         launch()
     for storage in storages:
-        storage.mark_rebuilt()
+        storage.writes.mark_rebuilt()
 
 
 def prepare_rebuild(
@@ -39,7 +39,7 @@ def prepare_rebuild(
     Operands in ``cast`` are used where they hold the same codes, that is unless the cast writes
     codes elsewhere.
 
-    Afterwards call :meth:`QuantizedStorage.mark_rebuilt`.
+    Afterwards call :meth:`Writes.mark_rebuilt`.
     """
 
     def operand_of(storage: QuantizedStorage) -> TensorOperand:

@@ -169,7 +169,7 @@ def quantize_into(
         of one matrix after the other.
 
     Raises:
-        InputError: where the storage lacks what its recipe remembers.
+        InputError: where the storage lacks the recipe state.
     """
     assert source.shape == storage.shape, (source.shape, storage.shape)
     if not storage.is_whole:
@@ -212,7 +212,7 @@ def quantize_into(
             present(operand.planes[0].codes)[:, -1] &= 0x0F
     storage.mark_written()
     steps.run("transpose")
-    storage.mark_rebuilt()
+    storage.writes.mark_rebuilt()
     return amax
 
 

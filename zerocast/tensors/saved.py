@@ -35,7 +35,7 @@ def reduce_storage(storage: QuantizedStorage) -> tuple[Any, ...]:
         name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
         for name, b in storage.buffers.items()
     }
-    fields = storage.shape, storage.dtype, storage.recipe, buffers, storage.rebuild_on_use
+    fields = storage.shape, storage.dtype, storage.recipe, buffers, storage.writes.rebuild_on_use
     return restore_storage, (*fields, storage.amax_group, storage.tp_shard)
 
 
@@ -63,7 +63,7 @@ def restore_storage(
         raise _damaged("amax_group to be a text or None", repr(amax_group))
     storage = checked_storage(shape, dtype, recipe, buffers, tp_shard)
     _check_memory(buffers)
-    storage.take_over_staleness(rebuild_on_use)
+    storage.writes.take_over(rebuild_on_use)
     storage.amax_group = amax_group
     return storage
 
@@ -142,8 +142,8 @@ def _check_buffers(
 ) -> None:
     """Raise :class:`InputError` unless ``buffers`` are what a weight stores.
 
-    They may lack all that only rowwise codes are read with, and all that the recipe remembers, as
-    tensors of quantizers do.
+    They may lack all that only rowwise codes are read with, and all of the recipe state, as tensors
+    of quantizers do.
     """
     missing = specs.keys() - buffers.keys()
     for left_out in (read_rowwise_only(specs), set(recipe.state)):

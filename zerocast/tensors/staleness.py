@@ -1,4 +1,5 @@
-"""Counts the writes of a weight's codes, and says whether its derived copies are older.
+"""Counts of the writes of a weight's codes, by which copies that are older than the codes are
+found.
 
 Note: derived copies
 ~~~~~~~~~~~~~~~~~~~~
@@ -7,9 +8,9 @@ once and those of other ranks follow with the all-gather, so between a cast and 
 processing the copy is *stale*: reading it raises an error, because it would be rebuilt from bytes
 that have not arrived. A plan casts thousands of weights and rebuilds them, so it does not mark them
 one by one: it owns a :class:`CastVersion`, which notes when it last cast and when it last rebuilt
-all of its weights, by a clock that all of them share. A weight knows the plans that it is in, and
-when it was rebuilt by itself; its copies are stale where any of the plans has cast after the latest
-rebuilding.
+all of its weights, by a clock that all of them share. A weight holds the versions of the plans that
+it is in, and when it was rebuilt alone; its copies are stale where any of the plans has cast after
+the latest rebuilding.
 
 Where a plan's ranks make the scales of their own blocks alone, the stored scales are true again
 when these have been gathered. Until then a weight *lacks scales*, and reading it raises an error.
@@ -41,10 +42,10 @@ class CastVersion:
         ticks: casts so far.
         ticked_at, rebuilt_at: when it last cast, and when it last rebuilt all of its weights; 0 for
             never.
-        rebuild_on_use: whether the next forward may rebuild derived copies by itself, because the
-            caller promised that the all-gather is done by then
+        rebuild_on_use: whether the next forward may rebuild derived copies, because the caller
+            promised that the all-gather is done by then
             (``manual_post_all_gather_processing=False``).
-        retired: whether the plan is gone and will not cast again.
+        retired: whether the plan was deleted and will not cast again.
         has_scales: whether the stored scales are those of the latest cast; the plan says so.
         unfinished: what has begun to write the weights and not ended: "cast", "all-gather".
     """
@@ -57,7 +58,7 @@ class CastVersion:
         self.unfinished: set[str] = set()
 
     def retire(self) -> None:
-        """Note that the plan is gone."""
+        """Note that the plan was deleted."""
         self.retired = True
 
     def tick(self, written: Iterable[torch.Tensor] = ()) -> None:
@@ -128,14 +129,19 @@ class Writes:
         return set() if latest is None else latest.unfinished
 
     @property
+    def are_readable(self) -> bool:
+        """Whether codes and scales are those of one write, which has ended."""
+        return not (self.lack_scales or self.unfinished)
+
+    @property
     def _latest(self) -> CastVersion | None:
         """The plan that cast last, where nothing else has written since."""
         latest = max(self._watched, key=lambda version: version.ticked_at, default=None)
         return latest if latest and latest.ticked_at > self._others_wrote_at else None
 
     def require_scales(self) -> None:
-        """Raise :class:`StaleCopyError` where these :attr:`lack_scales`, and
-        :class:`UnfinishedStepError` where a write is :attr:`unfinished`.
+        """Raise :class:`StaleCopyError` where the writes :attr:`lack_scales`, and
+        :class:`UnfinishedStepError` where one is :attr:`unfinished`.
         """
         if self.unfinished:
             raise UnfinishedStepError(

@@ -8,8 +8,8 @@ Note: codes that are being gathered
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A gather may return before the codes are there, and set :attr:`QuantizedStorage.wait_pending`, which
 waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buffers` or asks whether
-copies are stale, and both call it first. A tensor that was taken out of there before, such as
-``weight.rowwise_data``, is live memory, whose use is not seen.
+copies are stale, and both call it first. A tensor that was taken from there before, such as
+``weight.rowwise_data``, is the same memory, and using it does not wait.
 
 NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tensors.saved`).
 """
@@ -26,7 +26,7 @@ import torch
 from zerocast.errors import InputError, StaleCopyError
 from zerocast.recipes import BufferSpec, Recipe
 from zerocast.tensors.held_planes import HeldPlanes, read_rowwise_only
-from zerocast.tensors.staleness import CastVersion, Writes
+from zerocast.tensors.staleness import Writes
 from zerocast.tensors.tp_shard import TensorParallelShard
 
 _moves = itertools.count(1)
@@ -46,6 +46,7 @@ class QuantizedStorage(HeldPlanes):
             :attr:`high_precision_init_val`, even where there was none before.
         gathered_from: the name of the master from which every gather makes this weight, so that
             nothing else may write it; None for a weight that is not made so.
+        writes: counts the writes of the codes, and knows which plans make them.
         plans: the plans of :mod:`zerocast.cast.plan_cache` of which this weight is the first. They
             refer to the weight, so they are kept here and live as long as it does; a table
             elsewhere would keep both alive. They are neither copied nor saved.
@@ -72,7 +73,7 @@ class QuantizedStorage(HeldPlanes):
         self.gathered_from: str | None = None
         self.plans: dict[Hashable, Any] = {}
         self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
-        self._writes = Writes()
+        self.writes = Writes()
         self._init_val: tuple[int, torch.Tensor] | None = None
 
     @classmethod
@@ -90,8 +91,8 @@ class QuantizedStorage(HeldPlanes):
     ) -> QuantizedStorage:
         """Return an unfilled storage: every buffer holds its fill value (codes 0, padding right).
 
-        Without ``state`` it does not hold what its recipe remembers, and without ``rowwise`` only
-        what reading the columnwise codes needs; see :meth:`whole`.
+        Without ``state`` it does not hold the recipe state, and without ``rowwise`` only what
+        reading the columnwise codes needs; see :meth:`whole`.
         """
         specs = recipe.buffers(shape, columnwise=columnwise)
         left_out = set() if state else set(recipe.state)
@@ -103,7 +104,7 @@ class QuantizedStorage(HeldPlanes):
         """Return what a cast writes: these buffers, ``state``, and scratch for the rest.
 
         Raises:
-            InputError: where the recipe remembers something that is in neither.
+            InputError: where a part of the recipe state is in neither.
         """
         buffers = {**self.buffers, **state}
         missing = [name for name in self.recipe.state if name not in buffers]
@@ -174,7 +175,7 @@ class QuantizedStorage(HeldPlanes):
     @property
     def originals(self) -> dict[str, torch.Tensor]:
         """Those of :attr:`buffers` that are not derived from others."""
-        self.require_scales()
+        self.writes.require_scales()
         derived = self.derived_names
         return {name: buffer for name, buffer in self.buffers.items() if name not in derived}
 
@@ -226,11 +227,11 @@ class QuantizedStorage(HeldPlanes):
         change. torch's version counters of weight and codes count these writes, too, for operations
         and graphs of torch that save one of them.
         """
-        return self._writes.version
+        return self.writes.version
 
     def mark_written(self) -> None:
         """Note that something other than a plan has just written the codes."""
-        self._writes.note_other()
+        self.writes.note_other()
         self._init_val = None
         torch.autograd.graph.increment_version(counted_by_torch(self.codes))
 
@@ -247,38 +248,16 @@ class QuantizedStorage(HeldPlanes):
 
     # --- derived copies ---
 
-    def watch(self, version: CastVersion) -> None:
-        """Let a tick of ``version`` make the derived copies stale from now on."""
-        self._writes.watch(version)
-
     @property
     def is_stale(self) -> bool:
         """Whether a cast has changed codes since the derived copies were rebuilt."""
         if self.wait_pending is not None:
             self.wait_pending()
-        return self._writes.were_cast and bool(self.derived_names)
-
-    @property
-    def lacks_scales(self) -> bool:
-        """Whether stored scales are older than codes, or a write of either has not ended."""
-        return self._writes.lack_scales or bool(self._writes.unfinished)
-
-    def require_scales(self) -> None:
-        """Raise :class:`StaleCopyError` or :class:`UnfinishedStepError` at :attr:`lacks_scales`."""
-        self._writes.require_scales()
-
-    def mark_rebuilt(self) -> None:
-        """Note that the derived copies have just been made from the present codes."""
-        self._writes.mark_rebuilt()
-
-    @property
-    def rebuild_on_use(self) -> bool | None:
-        """Whether the next forward may rebuild stale copies; None where there are none."""
-        return self._writes.rebuild_on_use
+        return self.writes.were_cast and bool(self.derived_names)
 
     def derived(self, name: str) -> torch.Tensor:
         """Return the columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
-        self.require_scales()
+        self.writes.require_scales()
         if self.is_stale:
             raise StaleCopyError(
                 f"{name} was read after a cast and before its post-all-gather processing, so it "
@@ -292,9 +271,9 @@ class QuantizedStorage(HeldPlanes):
         """Rebuild stale copies if the plan's caller asked for that, else raise
         :class:`StaleCopyError`; a layer calls this before it uses the weight.
         """
-        self.require_scales()
+        self.writes.require_scales()
         if self.is_stale:
-            if not self.rebuild_on_use:
+            if not self.writes.rebuild_on_use:
                 self.derived("columnwise_data")
             rebuild(self)
 
@@ -303,24 +282,20 @@ class QuantizedStorage(HeldPlanes):
     def to(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> QuantizedStorage:
-        """Return the same bytes in buffers of its own, on ``device``, under the nominal ``dtype``.
+        """Return the same bytes in new buffers, on ``device``, under the nominal ``dtype``.
 
         The copy is stale where this storage is; its plans are not copied. The high-precision
         initial value is shared, because it is only read.
         """
-        self.require_scales()
+        self.writes.require_scales()
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
         copy = QuantizedStorage(
             self.shape, dtype or self.dtype, self.recipe, buffers, self.tp_shard
         )
-        copy.take_over_staleness(self.rebuild_on_use)
+        copy.writes.take_over(self.writes.rebuild_on_use)
         copy.amax_group, copy._name = self.amax_group, self._name
         copy.high_precision_init_val = self.high_precision_init_val
         return copy
-
-    def take_over_staleness(self, rebuild_on_use: bool | None) -> None:
-        """Take over the staleness of the weight whose :attr:`rebuild_on_use` is given."""
-        self._writes.take_over(rebuild_on_use)
 
     def materialized(self, device: torch.device) -> QuantizedStorage:
         """Return an unfilled storage like this one, which is on the meta device, on ``device``."""

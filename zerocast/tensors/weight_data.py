@@ -1,4 +1,4 @@
-"""WeightData: what a quantized weight holds, by name: codes, scales, and what its recipe remembers.
+"""WeightData: the buffers of a quantized weight, by name: codes, scales and recipe state.
 
 Reading a buffer that is missing or stale raises an error that says how to get it.
 """
@@ -87,24 +87,24 @@ class WeightData(torch.Tensor):
         """FP32 [1]: the scale of the next cast, under delayed scaling.
 
         Raises:
-            MissingDataError: under other recipes, as for the rest of what recipes remember.
+            MissingDataError: under other recipes; so do the other buffers of the recipe state.
         """
-        return self._remembered("scale")
+        return self._state("scale")
 
     @property
     def cast_scale(self) -> torch.Tensor:
         """FP32 [1]: the scale of the latest cast, under delayed scaling."""
-        return self._remembered("cast_scale")
+        return self._state("cast_scale")
 
     @property
     def amax_history(self) -> torch.Tensor:
         """FP32 [amax_history_len]: amaxes of earlier casts, under delayed scaling."""
-        return self._remembered("amax_history")
+        return self._state("amax_history")
 
     @property
     def rounding_counter(self) -> torch.Tensor:
         """int64 [2]: the name's hash and the count of casts, under stochastic rounding."""
-        return self._remembered("rounding_counter")
+        return self._state("rounding_counter")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the value as a plain tensor of ``dtype``, by default the nominal one.
@@ -152,8 +152,8 @@ class WeightData(torch.Tensor):
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor]:
         """``weight.get_high_precision_init_val()`` is the value that the codes were made from, on
-        the CPU in its own dtype. An optimizer starts its masters from it. It is gone once the codes
-        have been cast again.
+        the CPU in its own dtype. An optimizer starts its masters from it. It is dropped once the
+        codes have been cast again.
 
         Raises:
             MissingDataError: where none is kept. ``hasattr`` then says that there is no such
@@ -172,7 +172,7 @@ class WeightData(torch.Tensor):
         """Free the value of :meth:`get_high_precision_init_val`."""
         self.quantized_storage.high_precision_init_val = None
 
-    def _remembered(self, name: str) -> torch.Tensor:
+    def _state(self, name: str) -> torch.Tensor:
         if name not in self.quantized_storage.buffers:
             raise MissingDataError(
                 f"{name} is state of weights of other recipes, and not of this one of "

@@ -148,7 +148,7 @@ class DeviceLauncher:
         autograd's thread makes may be one of the driver, from here.
         """
         if not getattr(self._thread, "has_context", False):
-            self._runtime.setDevice(self.device.index)
+            self._cupy.runtime.setDevice(self.device.index)
             self._thread.has_context = True
 
     def _wait_for_uploads(self, current: torch.cuda.Stream) -> None:
@@ -167,10 +167,6 @@ class DeviceLauncher:
     @property
     def _driver(self) -> Any:
         return self._cupy.driver
-
-    @property
-    def _runtime(self) -> Any:
-        return self._cupy.runtime
 
     @cached_property
     def _cupy(self) -> Any:

@@ -2,7 +2,7 @@
 
 :class:`zerocast.backends.cuda.CudaBackend` makes tables, grids and arguments; a launcher runs a
 kernel on them. On a device that is :class:`zerocast.backends.cuda.device.DeviceLauncher`. The tests
-run the same kernels, tables, grids and arguments on a CPU, through a launcher of their own.
+run the same kernels, tables, grids and arguments on a CPU, through another launcher.
 
 Every argument of a kernel is 64 bits wide, an address or an int64, or a struct of such fields, and
 keeps its value from launch to launch, but for a buffer that a launch is given; so an argument table

@@ -191,7 +191,7 @@ class Lists:
     """Lists of integers, given on the CPU, where kernels can read them: all in one table."""
 
     def __init__(self, launcher: Launcher, lists: Sequence[torch.Tensor]) -> None:
-        self._alive = lists  # an id belongs to its tensor as long as that lives
+        self._alive = lists  # a freed tensor's id could become another's
         self._offsets: dict[int, int] = {}
         total = 0
         for values in lists:

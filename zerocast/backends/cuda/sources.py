@@ -25,5 +25,5 @@ def cuda_sources() -> Path:
             return place
     raise BackendError(
         "the cuda backend needs the kernels' sources, and there are none in "
-        f"{', '.join(map(str, places))}; install zerocast anew (pip install .)."
+        f"{', '.join(map(str, places))}; install zerocast again (pip install .)."
     )

@@ -1,6 +1,6 @@
 """Adapters from :class:`zerocast.refit.Refit` to the interfaces by which trainers and servers move
-weights; each stands by itself, imports the other project only when it is called, and patches
-nothing.
+weights; each depends on none of the others, imports the other project only when it is called, and
+patches nothing.
 
     verl        an engine's parameters, whole or in shards
     slime       slime's and miles' functions that quantize converted parameters

@@ -34,7 +34,7 @@ Note: why no region is opened around the model
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 torchtitan's trainer has no :class:`zerocast.autocast`, calls parts of a model separately (the head
 in chunks, inside of the loss), and recomputes activations in the backward, after a region around
-the forward would have ended. So each converted layer opens a region of its own. That is right for
+the forward would have ended. So each converted layer opens a separate region. That is right for
 schemes whose scales follow from the tensors at hand. Delayed scaling would reduce amaxes at the end
 of every layer, and recompute with other scales, so it is refused.
 """
@@ -168,7 +168,7 @@ class LinearConverter(QuantizationConverter):
     Raises:
         InputError: for an unknown ``recipe_name``, or an option that would do nothing.
         UnsupportedError: for a known ``recipe_name`` that is not served, and for quantized products
-            in a compiled model by a recipe that remembers something between casts.
+            in a compiled model by a recipe that keeps state between casts.
 
     Attributes:
         report: what :meth:`convert` did; None before.

@@ -67,8 +67,8 @@ def check_combination(
 
     Raises:
         InputError: for an option that would do nothing.
-        UnsupportedError: for quantized products in a compiled model, by a recipe that remembers
-            something between casts.
+        UnsupportedError: for quantized products in a compiled model, by a recipe that keeps state
+            between casts.
     """
     if precomputes and not gathers_codes:
         raise InputError(
@@ -80,7 +80,7 @@ def check_combination(
             "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
             "gathers there would be nothing quantized."
         )
-    if compiles and not weights_only and recipe.remembers:
+    if compiles and not weights_only and recipe.has_state:
         raise UnsupportedError(
             f"torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
             f"{type(recipe).__name__} cannot be traced: with stochastic rounding a graph would "

@@ -135,7 +135,7 @@ def _assign(tensor: QuantizedTensor, field: str, value: torch.Tensor | None) -> 
     same = torch.equal(value, old)
     storage.replace(name, value.detach())
     if not same:
-        storage.take_over_staleness(rebuild_on_use=True)
+        storage.writes.take_over(rebuild_on_use=True)
 
 
 def _attribute(field: str) -> property:

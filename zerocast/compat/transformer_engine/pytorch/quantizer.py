@@ -56,8 +56,8 @@ class Quantizer(OwnQuantizer):
     def _start(
         self, recipe: Recipe, rowwise: bool, columnwise: bool, state: Buffers | None = None
     ) -> None:
-        """Initialize; ``state`` is what the recipe remembers, by the names of its buffers, some of
-        which may be left out: they are new.
+        """Initialize; ``state`` is the recipe state by the names of its buffers; buffers that it
+        lacks are allocated.
         """
         given, specs = state or {}, recipe.own_buffers()
         device = next((each.device for each in given.values()), None)
@@ -70,7 +70,9 @@ class Quantizer(OwnQuantizer):
         super().__init__(recipe, rowwise=rowwise, columnwise=columnwise, slot=slot)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state; a method, so that a copy of the quantizer asks the copy."""
+        """Return the state. The slot calls this method, so the slot of a copied quantizer has the
+        copy's state.
+        """
         return dict(self._state)
 
     def _record(self, amax: torch.Tensor) -> None:
@@ -83,7 +85,7 @@ class Quantizer(OwnQuantizer):
         """Make a quantizer that casts as ``tensor`` was, for the copies that it holds.
 
         Raises:
-            MissingDataError: where the tensor does not hold what its recipe remembers.
+            MissingDataError: where the tensor does not hold the recipe state.
         """
         storage, recipe = tensor.quantized_storage, tensor.recipe
         missing = [name for name in recipe.state if name not in storage.buffers]
@@ -99,7 +101,7 @@ class Quantizer(OwnQuantizer):
         return made
 
     def copy(self) -> Quantizer:
-        """Make another one, whose usage can be set by itself."""
+        """Make a copy, whose usage can be set without changing this one's."""
         return copy.copy(self)
 
     @property
