@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from zerocast.backends.reference.arithmetic import divide
 from zerocast.backends.reference.planes import by_elements
 from zerocast.conformance.packs import Pack, blocks_of, differing
-from zerocast.export import DIALECTS, TensorScale
+from zerocast.export import DIALECTS, Dialect
 from zerocast.formats.codec import encode, encode_e8m0
 from zerocast.formats.element import E2M1, E4M3, ELEMENT_FORMATS, FLT_MAX
 from zerocast.formats.packing import pack_nibbles
 from zerocast.layout import BlockGrid
-from zerocast.numerics import Float8Numerics, MXNumerics
+from zerocast.numerics import Float8Numerics, MXNumerics, NVFP4Numerics
 
 Restated = tuple[torch.Tensor, ...]
 TINY = 2.0**-126
@@ -61,27 +62,21 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
     """
     inputs = {case.name: case.input.float() for case in pack.cases}
 
-    def left(*made: str) -> int:
+    def left(made: set[str]) -> int:
         pairs = (zip(given[name], restated(pack.subject, inputs[name], Changes(*made)), strict=True)
                  for name in given)  # fmt: skip
         return sum(int(differing(*pair).sum()) for case in pairs for pair in case)
 
-    made: list[str] = []
-    known, unexplained = changes_of(pack.subject), left()
-    while unexplained:  # add what explains most
-        tried = [(left(*made, each), each) for each in known if each not in made]
-        rest, best = min(tried, default=(unexplained, ""))
+    known, made = changes_of(pack.subject), set[str]()
+    while unexplained := left(made):  # add what explains most
+        rest, best = min((left(made | {each}), each) for each in known)
         if rest >= unexplained:
             return None
-        unexplained, made = rest, [*made, best]
-
-    def without(change: str) -> int:
-        return left(*(each for each in made if each != change))
-
+        made.add(best)
     for each in known:
-        if not without(each):
-            made = [other for other in made if other != each]
-    return {each: without(each) for each in known if each in made}
+        if not left(made - {each}):
+            made.discard(each)
+    return {each: left(made - {each}) for each in known if each in made}
 
 
 def restated(subject: str, x: torch.Tensor, does: Changes) -> Restated:
@@ -92,23 +87,14 @@ def restated(subject: str, x: torch.Tensor, does: Changes) -> Restated:
     if subject not in DIALECTS:
         return (_values(subject, x, does),)
     dialect, grid = DIALECTS[subject], blocks_of(subject, x.shape)
-    numerics, amax = dialect.recipe.numerics, block_amaxes(x, grid)
-    if isinstance(numerics, MXNumerics):
-        return _mx(x, amax, grid, numerics, does)
-    if isinstance(numerics, Float8Numerics):
-        codes, scales = _float8(x, amax, grid, numerics, does)
-        if dialect.scale_dtype == torch.float8_e8m0fnu:
-            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-        return codes, scales
-    assert dialect.tensor_scale is not None
-    return _nvfp4(x, amax, grid, dialect.tensor_scale, does)
+    formulas = {Float8Numerics: _float8, MXNumerics: _mx, NVFP4Numerics: _nvfp4}
+    return formulas[type(dialect.recipe.numerics)](x, grid, dialect, does)
 
 
 def block_amaxes(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     """Return those of ``x``, [M, K]: [blocks_h, blocks_w]."""
-    missing = (0, -grid.cols % grid.block_w, 0, -grid.rows % grid.block_h)
-    tiles = torch.nn.functional.pad(x.abs(), missing).unflatten(1, (-1, grid.block_w))
-    return tiles.unflatten(0, (-1, grid.block_h)).amax((1, 3))
+    blocks = grid.block_h, grid.block_w
+    return torch.nn.functional.max_pool2d(x.abs()[None], blocks, ceil_mode=True)[0]
 
 
 def _values(name: str, x: torch.Tensor, does: Changes) -> torch.Tensor:
@@ -133,13 +119,12 @@ def _values(name: str, x: torch.Tensor, does: Changes) -> torch.Tensor:
     )
 
 
-def _float8(
-    x: torch.Tensor, amax: torch.Tensor, grid: BlockGrid, numerics: Float8Numerics, does: Changes
-) -> Restated:
+def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Restated:
+    numerics: Any = dialect.recipe.numerics
     divides = does("it divides elements by the stored scale")
     zero_scale = does("its scale of zeros is 0, and their codes are 0 / 0, NaN")
     epsilon, divided = does("it stores 2^-23 for a scale of 0"), does("it stores 1 / (448 / amax)")
-    amax = amax.clamp(min=numerics.amax_epsilon)
+    amax = block_amaxes(x, grid).clamp(min=numerics.amax_epsilon)
     inverse, is_zero = amax / E4M3.max, amax == 0
     scale = divide(1, inverse) if numerics.formula == "inverse first" else divide(E4M3.max, amax)
     scale = E4M3.max * (1 / amax) if does("it computes 448 / amax as 448 * (1 / amax)") else scale
@@ -156,6 +141,8 @@ def _float8(
     elif not zero_scale:
         inverse = torch.where(is_zero, 1.0, inverse)
     scaled = x / by_elements(inverse, grid) if divides else x * by_elements(scale, grid)
+    if dialect.scale_dtype == torch.float8_e8m0fnu:
+        inverse = (inverse.view(torch.int32) >> 23).to(torch.uint8)
     return _float8_codes(scaled), inverse
 
 
@@ -163,10 +150,10 @@ def _float8_codes(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
 
 
-def _mx(
-    x: torch.Tensor, amax: torch.Tensor, grid: BlockGrid, numerics: MXNumerics, does: Changes
-) -> Restated:
-    fmt, bits = numerics.fmt, amax.view(torch.int32)
+def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Restated:
+    numerics: Any = dialect.recipe.numerics
+    fmt, amax = numerics.fmt, block_amaxes(x, grid)
+    bits = amax.view(torch.int32)
     even = does("it rounds a scale by adding 2^21 to the bits of the amax")
     even = even or numerics.scale_rounding == "even"
     stored = (bits + 2**21 * even >> 23).sub(fmt.max_exponent).clamp(min=0)
@@ -185,9 +172,7 @@ def _mx(
     return codes, torch.where(over, 127, stored).to(torch.uint8)
 
 
-def _nvfp4(
-    x: torch.Tensor, amax: torch.Tensor, grid: BlockGrid, kind: TensorScale, does: Changes
-) -> Restated:
+def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Restated:
     divides = does("it divides elements by block scale * tensor scale")
     inverse_of_both = does("it multiplies elements by (1 / tensor scale) / block scale")
     six_first = does("it rounds amax / 6 on the way to a block scale")
@@ -199,6 +184,8 @@ def _nvfp4(
     product = does("it computes 2688 / amax as 2688 * (1 / amax)")
     by_1 = does("its tensor scale is 1 where it would be infinite")
 
+    amax, kind = block_amaxes(x, grid), dialect.tensor_scale
+    assert kind is not None
     whole = amax.max()
     least = whole.clamp(min=TINY) if by_1 else whole
     by = 2688 * (1 / least) if product else divide(2688, least)

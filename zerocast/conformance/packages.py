@@ -6,7 +6,7 @@ but not its names, its tensors are given the names of the dialect here.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,14 +65,13 @@ def package_of(name: str) -> Package:
     Raises:
         InputError: where there is none, or it is not installed.
     """
-    module, _, attribute = name.partition(":")
-    if name not in PACKAGES and not attribute:
+    make = PACKAGES.get(name, partial(pkgutil.resolve_name, name))
+    if name not in PACKAGES and ":" not in name:
         known = ", ".join(PACKAGES)
         needed = "module:attribute that is a zerocast.conformance.Package"
         raise InputError(f"PACKAGE must be one of {known}, or {needed}, got {name!r}.")
     try:
-        make = PACKAGES.get(name)
-        found = make() if make else getattr(importlib.import_module(module), attribute)
+        found = make()
     except (ImportError, AttributeError) as error:
         message = f"{name} cannot be measured: {error}; install it, and try again."
         raise InputError(message) from error
@@ -201,18 +200,17 @@ def _torchao() -> Package:
 def _modelopt() -> Package:
     from modelopt.torch.quantization import qtensor
 
-    def write(tensor: Any, x: torch.Tensor, *arguments: Any, **options: Any) -> Stored:
-        made, *scales = tensor.quantize(x, *arguments, **options)
+    def write(tensor: Any, x: torch.Tensor, **options: Any) -> Stored:
+        made, *scales = tensor.quantize(x, **options)
         return made._quantized_data, *scales
 
+    float8, blocks = qtensor.FP8QTensor, {-1: 128, -2: 128}
     calls: Calls = {
-        "modelopt/fp8": lambda x: write(qtensor.FP8QTensor, x),
-        "compressed-tensors/fp8-block": lambda x: write(
-            qtensor.FP8QTensor, x, block_sizes={-1: 128, -2: 128}
-        ),
-        "modelopt/nvfp4": lambda x: write(qtensor.NVFP4QTensor, x, 16),
-        "modelopt/mxfp8": lambda x: write(qtensor.MXFP8QTensor, x),
-        "gpt-oss/mxfp4": lambda x: write(qtensor.MXFP4QTensor, x, 32),
+        "modelopt/fp8": partial(write, float8),
+        "compressed-tensors/fp8-block": partial(write, float8, block_sizes=blocks),
+        "modelopt/nvfp4": partial(write, qtensor.NVFP4QTensor, block_size=16),
+        "modelopt/mxfp8": partial(write, qtensor.MXFP8QTensor),
+        "gpt-oss/mxfp4": partial(write, qtensor.MXFP4QTensor, block_size=32),
     }
     return Package(name="nvidia-modelopt", writes=calls)
 
