@@ -3,9 +3,9 @@
 A :class:`Symbol` stands for an integer, a :class:`Condition` for what a comparison of them says.
 Where Python has to know whether it holds, the function is run once for either answer that can be. A
 quotient is a number of its own, of which the solver knows what a quotient is. A product of two
-symbols is a number of its own as well, of which the solver knows nothing but the inequalities that
-a claim names (:func:`ordered`): what it has to decide is then linear, and it always does. Only an
-example is looked for among true products.
+symbols is a number of its own as well (z3's reasoning about products is switched off), of which the
+solver knows its sign and the inequalities that a claim names (:func:`ordered`): what it has to
+decide is then linear, and it always does. Only an example is looked for among true products.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Path:
         self.asked = 0
         self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
         self.made: list[Any] = []
-        self._products: dict[str, tuple[Any, Any]] = {}
+        self._products: set[str] = set()
         self._solver = z3.Solver()
+        self._solver.set("smt.arith.nl", False)
         self.know(*assumed)
 
     def know(self, *facts: Any) -> None:
         """Let the solver know ``facts``."""
-        self._solver.add(*map(self._linear, facts))
+        self._solver.add(*map(self._expanded, facts))
 
     def decide(self, condition: Any) -> bool:
         """Whether ``condition`` holds on this path; where it may or may not, first that it does."""
@@ -56,42 +57,33 @@ class Path:
 
     def excludes(self, condition: Any) -> bool:
         """Whether ``condition`` cannot be."""
-        return self._solver.check(self._linear(condition)) == z3.unsat
+        return self._solver.check(self._expanded(condition)) == z3.unsat
 
     def example(self, condition: Any) -> str:
         """Numbers of which ``condition`` holds, on this path."""
         solver = z3.Solver()
         solver.set("timeout", SECONDS * 1000)
-        solver.add(self._linear(condition), *self._solver.assertions())
-        solver.add(*(name == product for name, product in self._products.values()))
+        solver.add(condition, *self._solver.assertions())
         return f"{solver.model()}" if solver.check() == z3.sat else "no example was found"
 
-    def _linear(self, formula: Any) -> Any:
-        """``formula`` with a name for each product of symbols."""
-        return self._named(z3.simplify(formula, som=True))
-
-    def _named(self, expression: Any) -> Any:
-        if not expression.num_args():
-            return expression
-        parts = [self._named(part) for part in expression.children()]
-        if not z3.is_mul(expression):
-            return expression.decl()(*parts)
-        numbers = [part for part in parts if z3.is_int_value(part)]
-        factors = sorted((part for part in parts if not z3.is_int_value(part)), key=str)
-        product = z3.Product(*factors)
-        if len(factors) > 1:
-            if str(product) not in self._products:
-                name = z3.FreshInt("product")
-                self._products[str(product)] = name, product
-                for signs in itertools.product((1, -1), repeat=len(factors)):
-                    sizes = [sign * f for sign, f in zip(signs, factors, strict=True)]
-                    positive = z3.And(*(size > 0 for size in sizes))
-                    larger = z3.And(*(math.prod(signs) * name >= size for size in sizes))
-                    self._solver.add(z3.Implies(positive, larger))
-                is_zero = z3.Or(*(factor == 0 for factor in factors))
-                self._solver.add(is_zero == (name == 0))
-            product = self._products[str(product)][0]
-        return z3.Product(*numbers, product)
+    def _expanded(self, formula: Any) -> Any:
+        """``formula`` in sums of products. Of each product of symbols the solver is told that it is
+        0 where a factor is, and else as large as any of them, with its sign.
+        """
+        left = [expanded := z3.simplify(formula, som=True)]
+        while left:
+            left += (each := left.pop()).children()
+            factors = [part for part in each.children() if not z3.is_int_value(part)]
+            if not z3.is_mul(each) or len(factors) < 2 or str(each) in self._products:
+                continue
+            self._products.add(str(each))
+            product = z3.Product(*factors)
+            self._solver.add(z3.Or(*(factor == 0 for factor in factors)) == (product == 0))
+            for signs in itertools.product((1, -1), repeat=len(factors)):
+                sizes = [sign * f for sign, f in zip(signs, factors, strict=True)]
+                larger = z3.And(*(math.prod(signs) * product >= size for size in sizes))
+                self._solver.add(z3.Implies(z3.And(*(size > 0 for size in sizes)), larger))
+        return expanded
 
 
 _path: Any = None
