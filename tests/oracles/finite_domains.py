@@ -5,25 +5,27 @@ values and an amax 32,640. A claim visits all pairs that a tensor can hold, or, 
 values on both sides of each place where a code changes: products with a positive number and
 roundings keep the order of values, so between two such places the code is the same.
 
-The expected bytes are worked out in NumPy's FP32 and by the midpoints of the formats' values, which
-are those of ml_dtypes, from docs/NUMERICS.md and from nothing else.
+The expected bytes are worked out in NumPy's FP32 from docs/NUMERICS.md and from nothing else:
+scales by the scalar oracles beside this file, codes by the midpoints of the formats' values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
 import zerocast
+from tests.oracles.scalar_numerics import E2M1_VALUES, F32, FLOAT8_VALUES, FLT_MAX, float8_scale
+from tests.oracles.scalar_nvfp4 import stored_scale
+from tests.oracles.scalar_schemes import mx_scales
+from tests.support.same_bytes import assert_same_bytes
 from zerocast import QuantizedTensor
 from zerocast.recipes import QParams, Recipe
 
-F32 = np.float32
-FLT_MAX = np.finfo(F32).max
 MAGNITUDES = (np.arange(0x7F80, dtype=np.uint32) << 16).view(F32)
 """BF16's finite magnitudes, ascending."""
 BOTH_SIGNS = np.stack([MAGNITUDES, -MAGNITUDES], axis=1).ravel()
@@ -63,19 +65,13 @@ class Format:
         return visited, codes[visited]
 
 
-E4M3 = Format(np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float), 0x80)
-E5M2 = Format(np.arange(0x7C, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(float), 0x80)
-E2M1 = Format(np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float), 8)
+E4M3, E5M2 = (Format(np.array(FLOAT8_VALUES[name]), 0x80) for name in ("e4m3", "e5m2"))
+E2M1 = Format(np.array(E2M1_VALUES), 8)
 
 
-def compare(what: str, found: torch.Tensor, expected: np.ndarray, values: np.ndarray) -> None:
-    """Raise at the first of ``found`` that is not ``expected``, and name the element of ``values``
-    (of as many entries) that it belongs to.
-    """
-    got, wanted = found.numpy().ravel(), expected.ravel()
-    for at in np.flatnonzero(got != wanted):
-        value = f"{values.ravel()[at]!r} (number {at})"
-        raise AssertionError(f"{what}: {value} gives {got[at]}, expected {wanted[at]}.")
+def compare(what: str, found: torch.Tensor, expected: np.ndarray) -> None:
+    """Raise at the first byte that is another one."""
+    assert_same_bytes(found.reshape(expected.shape), torch.from_numpy(expected), what)
 
 
 def cast(values: np.ndarray, recipe: Recipe, *, columnwise: bool = False) -> QuantizedTensor:
@@ -104,15 +100,12 @@ class Float8:
 
     def scales(self, amax: np.float32) -> tuple[np.float32, np.float32]:
         """What multiplies elements, and what is stored."""
-        largest = F32(self.element.values[-1])
-        if amax == 0:
-            return F32(1), F32(1)
-        if self.params.scale_formula == "inverse first":
-            return min(F32(1) / (amax / largest), FLT_MAX), amax / largest
-        scale = min(largest / amax, FLT_MAX)
-        if self.params.power_2_scale:
-            scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(F32)
-        return scale, amax / largest if self.params.scale_formula == "quotient" else F32(1) / scale
+        scale = float8_scale(amax, self.name, self.params.power_2_scale, 0)
+        if amax == 0 or self.params.scale_formula not in ("inverse first", "quotient"):
+            return scale, F32(1) / scale
+        inverse = amax / F32(self.element.values[-1])
+        is_first = self.params.scale_formula == "inverse first"
+        return min(F32(1) / inverse, FLT_MAX) if is_first else scale, inverse
 
     def visit(self, item: int) -> int:
         scale, inverse = self.scales(MAGNITUDES[item])
@@ -125,9 +118,16 @@ class Float8:
         )
         weight = cast(values, recipe)
         what = f"{self.name} under amax {MAGNITUDES[item]!r}, {self.params}"
-        compare(f"scale of {what}", weight.rowwise_scale_inv, np.array([inverse]), values)
-        compare(what, weight.rowwise_data, expected, values)
+        compare(f"scale of {what}", weight.rowwise_scale_inv, np.array([inverse]))
+        compare(what, weight.rowwise_data, expected)
         return 2 * (item + 1)
+
+
+@cache
+def scales_of_magnitudes(largest: float, rounding: str) -> np.ndarray:
+    """uint8, of blocks whose amax is each of :data:`MAGNITUDES`: powers of two."""
+    scale_of = mx_scales(largest, rounding)
+    return np.array([scale_of(amax)[0] for amax in MAGNITUDES], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -141,28 +141,17 @@ class MX:
     rounding: str = "up"
     items: int = 255
 
-    @property
-    def scales(self) -> np.ndarray:
-        """uint8, of each of :data:`MAGNITUDES`."""
-        bits = MAGNITUDES.view(np.uint32).astype(np.int64)
-        if self.rounding == "up":
-            bits = (MAGNITUDES * (F32(1) / F32(self.element.values[-1]))).view(np.uint32)
-            up = np.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0), 254)
-            return np.where(bits <= 0x00400000, 0, up).astype(np.uint8)
-        half = 1 << 21 if self.rounding == "even" else 0
-        return np.maximum((bits + half >> 23) - 2, 0).astype(np.uint8)
-
     def visit(self, item: int) -> int:
         two = self.recipe.columnwise_block == self.recipe.block
         ways = ["rowwise"] if two else ["rowwise", "columnwise"]
-        scales = self.scales
+        scales = scales_of_magnitudes(self.element.values[-1], self.rounding)
         if item == 0:  # Of rows of 32 of each, and of columns of one.
             row = np.repeat(MAGNITUDES, 32)[None]
             weight = cast(row, self.recipe, columnwise=not two)
             for way in ways:
                 plane = getattr(weight, f"{way}_scale_inv")[0]
                 found = plane[: row.size][:: 32 if way == "columnwise" else 1][: len(scales)]
-                compare(f"{way} scale of {self.recipe}", found, scales, MAGNITUDES)
+                compare(f"{way} scale of {self.recipe}", found, scales)
         of_scale = np.flatnonzero(scales == item)
         if not len(of_scale):
             return 0
@@ -179,9 +168,8 @@ class MX:
             plane = getattr(weight, f"{way}_scale_inv")
             plane = plane[: len(values), :1] if way == "rowwise" else plane[:tiles, :32]
             codes, what = getattr(weight, f"{way}_data"), f"{way} {self.recipe} under scale {item}"
-            ones = np.full(tuple(plane.shape), item, np.uint8)
-            compare(f"scale of {what}", plane.contiguous(), ones, ones)
-            compare(what, nibbles(codes) if self.element is E2M1 else codes, expected, values)
+            compare(f"scale of {what}", plane, np.full(tuple(plane.shape), item, np.uint8))
+            compare(what, nibbles(codes) if self.element is E2M1 else codes, expected)
         return numbers * len(ways)
 
 
@@ -208,14 +196,12 @@ class NVFP4:
         if self.scales_only:
             values = np.zeros((len(codes), 16), F32)
             values[:, 5] = amaxes[rows]  # alone in its block
-            found = cast(values, self.recipe).rowwise_scale_inv[: len(values), 0].contiguous()
-            compare(f"scale {what}", found, codes, amaxes[rows])
+            found = cast(values, self.recipe).rowwise_scale_inv[: len(values), 0]
+            compare(f"scale {what}", found, codes)
             return item + 1
         # The largest amax that has each scale.
         largest = np.flatnonzero(np.diff(codes, append=0xFF))
-        scales = E4M3.values[codes[largest]].astype(F32)
-        multipliers = np.minimum(F32(1) / (scales * (F32(1) / encode)), FLT_MAX)
-        multipliers[scales == 0] = FLT_MAX
+        multipliers = np.array([stored_scale(code, encode) for code in codes[largest]])
         # Four neighbours around each place where a code may begin.
         places = E2M1.thresholds.astype(np.float64) / multipliers[:, None].astype(np.float64)
         around = np.searchsorted(MAGNITUDES, places)[..., None] + np.arange(-2, 2)
@@ -232,7 +218,7 @@ class NVFP4:
         values = np.stack([values, -values], axis=1).reshape(-1, 16)
         expected = E2M1.codes(values * np.repeat(multipliers, 4)[:, None])
         weight = cast(values, self.recipe)
-        compare(f"code {what}", nibbles(weight.rowwise_data), expected, values)
+        compare(f"code {what}", nibbles(weight.rowwise_data), expected)
         return 2 * int((largest + 1).sum())
 
 
