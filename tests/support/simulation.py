@@ -32,6 +32,7 @@ from tests.support.partitions import draw_partition
 from tests.support.protocol import HELD, OptimizerProtocol, Protocol
 from tests.support.recipes import RECIPES
 from tests.support.state_space import Mistake, Model, Move, World
+from tests.support.values import draw_values
 from zerocast import errors
 from zerocast.comm import Communicator, InProcessCommunicator, SingleRank, buffers
 from zerocast.comm.communicator import Parts, Wait
@@ -77,14 +78,6 @@ CAME_OF: Any = (
 # --- what is run ---
 
 
-@functools.cache
-def values(step: int, shape: tuple[int, int]) -> torch.Tensor:
-    """The master of a weight, flat."""
-    generator = torch.Generator().manual_seed(step)
-    drawn = torch.randn(shape[0] * shape[1], generator=generator)
-    return drawn * 10.0 ** torch.randint(-6, 4, drawn.shape, generator=generator)
-
-
 class PlanSteps:
     """Casts by a plan, or by functional calls, of masters that are other ones in each step."""
 
@@ -103,8 +96,8 @@ class PlanSteps:
 
     def step(self, step: int, fault: str) -> None:
         """Make a step, with or without a fault."""
-        for master, shape, e in zip(self.masters, SHAPES, self.extents, strict=True):
-            master.copy_(values(step, shape)[e.start : e.end])
+        for master, (rows, cols), e in zip(self.masters, SHAPES, self.extents, strict=True):
+            master.copy_(draw_values("wide", rows * cols, step)[e.start : e.end])
             master[: fault == "not finite"] = torch.nan
         given = [master.double() if fault == "raises" else master for master in self.masters]
         if hasattr(self, "plan"):
