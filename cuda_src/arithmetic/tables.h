@@ -218,8 +218,9 @@ struct RunsTarget {
     const u8* values;
     i64 count;
     i64 itemsize;
-    i64* sizes;  // [2]: entries and elements; read where there is data, else written
-    u8* data;    // gaps, lengths, elements; null to count them
+    i64* sizes;  // [2]: entries and elements: without data the most, with data read as such, then
+                 // what they are
+    u8* data;    // gaps, lengths, elements, with room for the most
 };
 static_assert(sizeof(RunsTarget) == 6 * sizeof(i64), "a row that Python writes");
 

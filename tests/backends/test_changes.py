@@ -27,6 +27,12 @@ def drawn(dtype: torch.dtype, count: int, share: float) -> tuple[torch.Tensor, t
     return old, torch.where(chosen, ~old, old)
 
 
+def sparse(dtype: torch.dtype, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements, and the same with every ``step``-th changed: from one run to as many as can be."""
+    old = torch.arange(count).to(dtype)
+    return old, torch.where(torch.arange(count) % step == 0, ~old, old)
+
+
 def defined(values: torch.Tensor, places: list[int]) -> tuple[int, int, bytes]:
     """Entries, elements and data, run by run."""
     runs: list[list[int]] = []
@@ -51,6 +57,7 @@ def defined(values: torch.Tensor, places: list[int]) -> tuple[int, int, bytes]:
 def check(backend) -> None:
     """All cases in one launch, their first elements anywhere in the whole tensor."""
     cases = [drawn(dtype, n, share) for dtype in INTEGERS for n in COUNTS for share in SHARES]
+    cases += [sparse(dtype, n, step) for dtype in INTEGERS for n in COUNTS for step in range(2, 7)]
     device = torch.device("cpu")
     comparisons = [
         Comparison(old.clone(), new, 7 * i + 5, Changes.none(len(new), device))

@@ -170,24 +170,30 @@ class CpuBackend(ReferenceBackend):
 
     def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
         sizes = torch.zeros(len(comparisons), 2, dtype=torch.int64, device="cpu")
-        rows = [
-            tables.runs_row(each, size, None, _address)
-            for each, size in zip(comparisons, sizes, strict=True)
+        found = self._find_runs(comparisons, sizes, [None] * len(comparisons))
+        most = [3 * entries + elements * each.values.itemsize for each, entries, elements in found]
+        data = torch.empty(sum(most), dtype=torch.uint8, device="cpu").split(most)
+        found = self._find_runs(comparisons, sizes, data)
+        return [
+            (entries, elements, its_data[: 3 * entries + elements * each.values.itemsize])
+            for (each, entries, elements), its_data in zip(found, data, strict=True)
         ]
-        self._launch("runs", None, rows, (comparisons, sizes))()
-        counted = sizes.tolist()
-        nbytes = [
-            3 * entries + count * each.values.itemsize
-            for each, (entries, count) in zip(comparisons, counted, strict=True)
-        ]
-        data = torch.empty(sum(nbytes), dtype=torch.uint8, device="cpu").split(nbytes)
+
+    def _find_runs(
+        self,
+        comparisons: Sequence[Comparison],
+        sizes: torch.Tensor,
+        data: Sequence[torch.Tensor | None],
+    ) -> list[tuple[Comparison, int, int]]:
+        """Write the runs into ``data``, where there is some; return each comparison's entries and
+        elements, without data the most that there can be.
+        """
         rows = [
             tables.runs_row(each, size, its_data, _address)
             for each, size, its_data in zip(comparisons, sizes, data, strict=True)
-            if its_data.numel()
         ]
         self._launch("runs", None, rows, (comparisons, sizes, data))()
-        return [(*size, its_data) for size, its_data in zip(counted, data, strict=True)]
+        return [(each, *size) for each, size in zip(comparisons, sizes.tolist(), strict=True)]
 
     def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
         return with_casts(self, numerics, target, self._result)
