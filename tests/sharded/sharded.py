@@ -158,11 +158,13 @@ class Unsharded:
         reshard(model)
 
 
-def train_and_compare(model, x, expected, steps, *, microbatches=1, ahead=(1, 2)) -> None:
-    """Steps of AdamW with given gradients; what is gathered is compared in forward and backward,
-    and cast ahead of the gathers after some of the steps.
+def train_and_compare(
+    model, x, expected, steps, *, microbatches=1, ahead=(1, 2), make=adamw
+) -> None:
+    """Steps of an optimizer with given gradients; what is gathered is compared in forward and
+    backward, and cast ahead of the gathers after some of the steps.
     """
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
     for number in steps:
         expected.cast(whole_masters(model))
         for _ in range(microbatches):

@@ -5,7 +5,6 @@ The steps and the words are in "Note: casting a sharded weight" in :mod:`zerocas
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
@@ -146,7 +145,7 @@ class CastPlan:
             self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         lacks = any(gather.lacks_codes for gather in self._gathers)
         self._lacks_codes = raise_in_all(self._comms, attempt.error, lacks)
-        self._attempt, self._one_thread, self.step = attempt, threading.RLock(), 0
+        self._attempt, self.step = attempt, 0
         self._verification = verification_of(
             verify, self._specs, self._prepared, members, owners, tp_shards
         )
@@ -200,15 +199,14 @@ class CastPlan:
             for step in self._steps().values():
                 step()
 
-    def cast_and_release(self, master_weights: Sequence[torch.Tensor | None]) -> None:
+    def cast_and_release(
+        self, master_weights: Sequence[torch.Tensor | None], *, anew: bool = True
+    ) -> None:
         """Cast from masters that are known to fit, and keep none of them alive: what the functional
-        calls do, of several threads one after another.
+        calls do, of several threads one after another. ``anew``: measure what an update has, too.
         """
-        with self._one_thread:
-            try:
-                self.cast(master_weights)
-            finally:
-                self._prepared.bind([None] * len(self._specs))
+        with self._prepared.released(anew=anew):
+            self.cast(master_weights)
 
     @_untraced
     def all_gather(self) -> None:
@@ -268,9 +266,11 @@ class CastPlan:
         raise_in_all(self._comms, attempt.error)
 
     @_untraced
-    def update_masters(self, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
+    def update_masters(
+        self, updates: Sequence[AdamWUpdate], lent: Sequence[torch.Tensor | None] | None = None
+    ) -> list[AdamWUpdate]:
         """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
-        return self._prepared.update(self._version, updates)
+        return self._prepared.update(self._version, updates, lent)
 
     def trust_memory(self) -> None:
         """Look at no tensor from now on: the host time of a step is that of one weight, and the

@@ -5,18 +5,20 @@ Note: amaxes that an optimizer took
 An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
 same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks. The
 next cast begins with these amaxes where they are those of the masters as they are: if since then no
-master was written, by torch's count of writes, none moved or was bound anew, and no weight moved.
-Otherwise it measures again, and so does every later cast. A write that torch does not count
-(through ``.data``) must not come between the update and the cast.
+master was written, by torch's count of writes, none moved, other memory was bound to none, and no
+weight moved. Otherwise it measures again, and so does every later cast. A write that torch does not
+count (through ``.data``) must not come between the update and the cast.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerocast.backends import backend_for
 from zerocast.cast.addresses import Addresses, lie_of
@@ -92,8 +94,8 @@ class PreparedCast:
         self._specs, self._collectives, self._matrices = specs, collectives, collectives.matrices
         self._scale_gathers, self.own_scales = collectives.scale_gathers, collectives.own_scales
         self.gathered_scales = [m for gather in self._scale_gathers for m in gather.tensors]
-        self._judges_amaxes = judges_amaxes
-        self._measured: tuple[CastSteps, int, list[int]] | None = None  # by an update
+        self._judges_amaxes, self._one_thread = judges_amaxes, threading.RLock()
+        self._measured: tuple[object, ...] | None = None  # by an update
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
         self.addresses = Addresses(weights, specs)
@@ -137,6 +139,19 @@ class PreparedCast:
         self.bound = [master if spec.extent else None for spec, master in pairs]
         self.masters.bind(self._matrices.masters(self.bound))
         self._bound_lie = lie_of([master for master in self.bound if master is not None])
+
+    @contextmanager
+    def released(self, *, anew: bool) -> Iterator[None]:
+        """Keep no master alive afterwards, of several threads one after another. ``anew``: let the
+        next cast measure, whatever an update has measured.
+        """
+        with self._one_thread:
+            if anew:
+                self._measured = None
+            try:
+                yield
+            finally:
+                self.bind([None] * len(self._specs))
 
     def trust_memory(self) -> None:
         """Take it that nothing moves unsaid; see :meth:`CastPlan.trust_memory`."""
@@ -216,10 +231,25 @@ class PreparedCast:
                 self._begin(version)
                 self.steps.run("partial_amax")
 
-    def update(self, version: CastVersion, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
+    def update(
+        self,
+        version: CastVersion,
+        updates: Sequence[AdamWUpdate],
+        lent: Sequence[torch.Tensor | None] | None = None,
+    ) -> list[AdamWUpdate]:
         """Make those of ``updates`` that are of masters, and measure all masters; return the
         others, and all where a cast must write nothing before its amaxes were judged.
+
+        ``lent`` are masters that are known to fit, for as long as this takes. Whoever lends them
+        reads the codes of the latest cast until the next, so where an update would write codes it
+        is returned, too.
         """
+        if lent is not None:
+            if self.steps.writes_early:
+                return list(updates)
+            with self.released(anew=True):
+                self.bind(lent)
+                return self.update(version, updates)
         places = {master.data_ptr(): i for i, master in enumerate(self.bound) if master is not None}
         by_place: list[AdamWUpdate | None] = [None] * len(self.bound)
         others = []
@@ -253,12 +283,14 @@ class PreparedCast:
         if self.steps.writes_early:
             version.tick(self.addresses.written)
 
-    def _now(self) -> tuple[CastSteps, int, list[int]]:
+    def _now(self) -> tuple[object, ...]:
         """What amaxes are taken of, unequal where that has changed: the launches, which are made
-        anew where a weight has moved, and the masters' bindings and writes, as torch counts them.
+        anew where a weight has moved, and the masters' memory and writes, as torch counts them.
         """
-        writes = [-1 if master is None else master._version for master in self.bound]
-        return self.steps, self.masters.version, writes
+        masters = [master for master in self.bound if master is not None]
+        # An address alone may be that of memory which was freed meanwhile.
+        memory = [StorageWeakRef(master.untyped_storage()) for master in masters]
+        return self.steps, memory, lie_of(masters), [master._version for master in masters]
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:

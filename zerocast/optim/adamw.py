@@ -10,8 +10,10 @@ Note: one pass for the update and the cast
 Given as the class to :class:`zerocast.optim.ZeroOptimizer`, the update of a master takes the amaxes
 of its blocks in the same pass, and writes the codes of blocks whose scales wait for no other rank;
 the cast that follows then reads what is left
-(:class:`zerocast.cast.prepared_cast.PreparedCast`). The bytes are the same. On CUDA the update and
-the measurement are two passes.
+(:class:`zerocast.cast.prepared_cast.PreparedCast`). Of masters that FSDP2 gathers the update takes
+the amaxes where no code can be written before ranks have reduced them
+(:mod:`zerocast.sharded.updates`). The bytes are the same. On CUDA update and measurement are
+two passes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +29,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.numerics import AdamWNumbers, AdamWUpdate
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local
+from zerocast.sharded.updates import update_masters
 
 _FULFILLED: dict[str, tuple[object, ...]] = {
     "foreach": (None, False), "capturable": (False,), "differentiable": (False,),
@@ -141,15 +144,18 @@ class FusedAdamW(torch.optim.Optimizer):
             updates.append(_update(gradient.contiguous(), flat, numbers))
         # torch must notice before a plan looks whether masters were written since.
         increment_version([each for each in written if not each.is_inference()])
-        self._run([update for update in updates if update.master.numel()])
+        self._run([param for param, _, _ in stepped], updates)
         for memory, copy in copies:
             memory.copy_(copy)
         return loss
 
-    def _run(self, updates: Sequence[AdamWUpdate]) -> None:
-        """Update what are masters of the plan with what it measures, and others alone."""
+    def _run(self, params: Sequence[torch.Tensor], updates: Sequence[AdamWUpdate]) -> None:
+        """Update what are masters of a plan with what it measures, and others alone."""
         # A hook may write masters in ways that nobody counts.
         hooks = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
+        if not any(hooks):
+            updates = update_masters(params, updates)
+        updates = [update for update in updates if update.master.numel()]
         if self.plan is not None and not any(hooks):
             updates = self.plan.update_masters(updates)
         for device in dict.fromkeys(update.master.device for update in updates):

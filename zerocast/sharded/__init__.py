@@ -20,6 +20,7 @@ masters torch's DTensor splits, are cast alike.
     scale_shards       who makes which scales, and sends them
     casts              when a cast is due, what is cast together, precompute_scales_for_fsdp
     state              the recipe's state of a master, and the values that were cast
+    updates            an optimizer's update that measures masters for their next cast
     placement          what DTensor and FSDP2 say about a weight
     parallel_linear    what the forward of a layer multiplies by
     report             what is gathered, and why
@@ -39,6 +40,8 @@ the process group's timeout. So all ranks call :func:`mark_written`
 
 * after a write in between that some ranks do not make, or that torch does not see
   (``torch._foreach_*`` on entries of a state dict is one of these);
+* after a write that torch does not see between a step of :class:`zerocast.optim.FusedAdamW` and the
+  next cast, which begins with the amaxes that the step has taken;
 * before a state dict is taken between a write that torch does not see and the next gather: ranks
   without rows would save the recipe's state as if nothing had been written.
 

@@ -23,6 +23,7 @@ import torch
 
 from zerocast.arguments import check_shape, check_text
 from zerocast.backends import backend_for
+from zerocast.cast import CastPlan
 from zerocast.cast.verified import Verification, VerifyMode
 from zerocast.cast.whole_cast import HeldWeight
 from zerocast.comm import Communicator, announcing
@@ -80,10 +81,12 @@ class LowBitAllGather:
         verify: what is compared between ranks after the first gather of each cast, weight by
             weight, as FSDP2 gathers them.
         cast_group: this, and those of its amax group that were cast with it.
+        latest: the plan of the latest cast, as long as it is kept, and all that it cast.
     """
 
     verify: VerifyMode = "off"
     cast_group: Sequence[LowBitAllGather] = ()
+    latest: tuple[weakref.ref[CastPlan], Sequence[LowBitAllGather]] | None = None
     _verified = 0  # the cast that was compared last
 
     def __init__(
@@ -125,6 +128,11 @@ class LowBitAllGather:
     def find(self, parameter: torch.Tensor) -> None:
         """Note that this rank's rows are those of ``parameter``, a DTensor."""
         self._parameter = weakref.ref(parameter)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether :attr:`parameter` is known, and there."""
+        return self._parameter is not None and self._parameter() is not None
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -219,8 +227,16 @@ class LowBitAllGather:
         self.cast_values.forget()
         return True
 
-    def mark_cast(self, cast_group: Sequence[LowBitAllGather]) -> None:
-        """Note that the codes are those of the master now, as those of ``cast_group`` are."""
+    def mark_cast(
+        self,
+        cast_group: Sequence[LowBitAllGather],
+        plan: CastPlan,
+        together: Sequence[LowBitAllGather],
+    ) -> None:
+        """Note that the codes are those of the master now, as those of ``cast_group`` are, by
+        ``plan``, which cast all ``together``.
+        """
+        self.latest = weakref.ref(plan), together
         self.cast_group = [self, *(other for other in cast_group if other is not self)]
         self.shards.casts += 1
         self.cast_values.set_to(self.master)

@@ -191,10 +191,11 @@ def _run_casts(cast_groups: Sequence[CastGroup], number: int = 0) -> None:
         )
         keep_plan(storages, _KEY, plan)
     plan.step = number
-    plan.cast_and_release(masters)
+    is_measured = all(gather.cast_values.are_measured(gather.master) for gather in gathers)
+    plan.cast_and_release(masters, anew=not is_measured)
     for cast_group in cast_groups:
         for gather in cast_group:
-            gather.mark_cast(cast_group)
+            gather.mark_cast(cast_group, plan, gathers)
 
 
 def codes_to_send(

@@ -74,10 +74,11 @@ class CastValues:
         self._digest: torch.Tensor | None = None
         self._counter: torch.Tensor | None = None  # a DTensor that counts writes, without memory
         self._counted = 0
+        self._measured: tuple[StorageWeakRef, int, int] | None = None
 
     def are_in(self, tensor: torch.Tensor) -> bool:
         """Say whether ``tensor`` has the values that were cast last, but for writes unseen."""
-        if self._counter is not None and _version(self._counter) != self._counted:
+        if self._count() != self._counted:
             return False
         return self._versions.get(_memory(tensor)) == _version(tensor)
 
@@ -94,24 +95,32 @@ class CastValues:
         self._versions = {_memory(tensor): _version(tensor)}
         self._kind = tensor.shape, tensor.dtype
         self._digest = digest(tensor)
-        if self._counter is not None:
-            self._counted = _version(self._counter)
+        self._counted, self._measured = self._count(), None
+
+    def set_measured(self, tensor: torch.Tensor) -> None:
+        """Note that an update has measured ``tensor`` for the next cast."""
+        self._measured = _memory(tensor), _version(tensor), self._count()
+
+    def are_measured(self, tensor: torch.Tensor) -> bool:
+        """Say whether ``tensor`` has the values that were measured last, but for writes unseen."""
+        return self._measured == (_memory(tensor), _version(tensor), self._count())
 
     def count_writes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of ``tensor``, a DTensor of a master's memory, whose writes are seen."""
         with torch.inference_mode(False):  # which counts no writes
             if self._counter is None:
                 self._counter = write_counter(tensor)
-                self._counted = _version(self._counter)
+                self._counted, self._measured = self._count(), None
             return counted_with(self._counter, tensor)
 
     def forget(self) -> None:
-        """Note that no values have been cast."""
-        self._versions = {}
+        """Note that no values have been cast, nor measured."""
+        self._versions, self._measured = {}, None
 
     def written(self, tensor: torch.Tensor) -> None:
         """Note that an operation which torch does not count has written ``tensor``."""
         self._versions.pop(_memory(tensor), None)
+        self._measured = None
 
     def copied(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Note that ``source`` was copied into ``target``: that has cast values if all rows were
@@ -120,8 +129,12 @@ class CastValues:
         kinds = {self._kind, (source.shape, source.dtype), (target.shape, target.dtype)}
         if self.are_in(source) and len(kinds) == 1 and _memory(source) != _memory(target):
             self._versions[_memory(target)] = _version(target)
+            self._measured = None
         else:
             self.written(target)
+
+    def _count(self) -> int:
+        return 0 if self._counter is None else _version(self._counter)
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:

@@ -1,0 +1,64 @@
+"""update_masters: an optimizer's update of masters that measures them for their next cast.
+
+Note: amaxes that an update took
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+:class:`zerocast.optim.FusedAdamW` has the updated rows at hand, so it takes their amaxes in the
+same pass, by the plan that cast them last. The next cast by that plan begins with these amaxes
+where the rows are still what was measured: on this rank torch has seen no write since
+(:meth:`zerocast.sharded.state.CastValues.are_measured`), and nothing has moved. Otherwise it
+measures again. Ranks need not do the same.
+
+An update measures where it is of all masters of a plan that are trained: others would be read for
+nothing if another optimizer writes them next. Where a cast writes codes before ranks reduce amaxes
+(of whole blocks, and under delayed scaling), nothing is measured: codes must stay those of the
+latest cast, which a backward may still gather, and the next cast reads the rows once in any case.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from zerocast.numerics import AdamWUpdate
+from zerocast.sharded.all_gather import LowBitAllGather, gather_of
+
+
+def update_masters(
+    params: Sequence[torch.Tensor], updates: Sequence[AdamWUpdate]
+) -> list[AdamWUpdate]:
+    """Make those of ``updates``, one for each of ``params``, whose masters can be measured for
+    their next cast in the same pass; return the others.
+    """
+    found = zip(map(gather_of, params), updates, strict=True)
+    by_gather = {gather: update for gather, update in found if gather is not None}
+    latest = [gather.latest for gather in by_gather if gather.latest is not None]
+    plans = {plan: together for ref, together in latest if (plan := ref()) is not None}
+    made: set[int] = set()
+    for plan, gathers in plans.items():
+        if not _are_all(by_gather, gathers):
+            continue
+        own = [u for gather in gathers if (u := by_gather.get(gather)) and u.master.numel()]
+        masters = [gather.master if gather.master.numel() else None for gather in gathers]
+        others = plan.update_masters(own, masters)
+        made |= set(map(id, own)) - set(map(id, others))
+        for gather in gathers:
+            gather.cast_values.set_measured(gather.master)
+    return [update for update in updates if id(update) not in made]
+
+
+def _are_all(
+    updates: Mapping[LowBitAllGather, AdamWUpdate], gathers: Sequence[LowBitAllGather]
+) -> bool:
+    """Say whether ``updates`` are of all masters of ``gathers`` that are trained, in the memory
+    that a cast reads.
+    """
+    for gather in gathers:
+        if not gather.is_found:
+            return False
+        master, update = gather.master, updates.get(gather)
+        if master.device != gather.shards.storage.device or master.is_inference():
+            return False
+        if update is None and gather.parameter.requires_grad:
+            return False
+        if update is not None and update.master.data_ptr() != master.data_ptr():
+            return False
+    return True
