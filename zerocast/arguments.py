@@ -1,5 +1,5 @@
-"""Checks of the arguments of public calls: one for each kind, made before the argument is used;
-and which tensors backends and transports may read and write by address.
+"""Checks the arguments of public calls, one function for each kind of argument, and says which
+tensors backends and transports may read and write by address.
 
 Each check returns the value in the form that the package works with, or raises
 :class:`zerocast.InputError` with the argument's name, what it must be and what was given. Recipes

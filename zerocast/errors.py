@@ -1,4 +1,4 @@
-"""What a user can be told went wrong.
+"""The errors that zerocast raises for its users.
 
 Every error that zerocast raises on purpose is a :class:`ZerocastError` and also the built-in
 exception that a Python user would expect, so ``except ValueError`` keeps working. Messages say what

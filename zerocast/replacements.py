@@ -20,7 +20,7 @@ what takes its place."""
 
 @dataclass
 class Replacements:
-    """What is replaced in one package.
+    """The functions of one package that are replaced.
 
     Attributes:
         ours: the package of zerocast that does it.

@@ -1,4 +1,4 @@
-"""verify: whether all ranks hold the same bytes of some weights.
+"""verify: checks that all ranks hold the same bytes of some weights.
 
 A rank cannot see that codes of other ranks are missing: without an all-gather its weights hold old
 codes for the elements that others own, and still decode to numbers. So the ranks compare what each

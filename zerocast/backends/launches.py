@@ -1,4 +1,4 @@
-"""Launches made of others, whichever backend made those."""
+"""Combines launches into one, for every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running torch on the CPU without flushing subnormals, whatever the caller has set.
+"""Runs torch on the CPU without flushing subnormals, whatever the caller has set.
 
 ``torch.set_flush_denormal`` sets a flag of the calling thread. A worker of torch's thread pool has
 the flag that its creator had when the pool grew, and keeps it. So one large operation can flush in

@@ -1,4 +1,4 @@
-"""zerocast.checkpoint: a training is saved and continued, bit for bit, on any number of ranks.
+"""zerocast.checkpoint: saves a training and continues it, bit for bit, on any number of ranks.
 
     zerocast.checkpoint.save("run", optimizer, model, extra={"schedule": schedule.state_dict()})
     ...

@@ -1,4 +1,4 @@
-"""Boxes: which elements of a tensor a rank has, as ``torch.distributed.checkpoint`` counts them.
+"""Boxes: the elements of a tensor that a rank has, as ``torch.distributed.checkpoint`` counts them.
 
 A shard of a weight begins and ends anywhere in it. DCP knows *chunks*, boxes that lie in the tensor
 in its own shape. So a flat range is cut into boxes, three for a matrix: the rest of a row, whole
@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
 @dataclass
 class Share:
-    """What this rank has of a tensor.
+    """The part of a tensor that this rank has.
 
     Attributes:
         shape: of the whole tensor.

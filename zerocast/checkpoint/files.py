@@ -55,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """What a manifest says of a file.
+    """The entry of a file in a manifest.
 
     Attributes:
         name: in the directory.
@@ -165,7 +165,7 @@ class DigestingWriter:
 
 
 class VerifiedFile:
-    """Reads a file whose blocks have the digests that its manifest says.
+    """Reads a file, and checks its blocks against the digests in the manifest.
 
     Raises:
         InputError: where it is missing, or of another length.

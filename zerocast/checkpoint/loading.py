@@ -1,4 +1,4 @@
-"""load: a training continues from a checkpoint, on any number of ranks."""
+"""load: continues a training from a checkpoint, on any number of ranks."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Saves that go on beside the training: a thread writes copies while training continues."""
+"""Saves beside the training: a thread writes copies while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DCP's planner over shares: which pieces a rank writes."""
+"""SharePlanner: tells DCP which pieces a rank writes."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,6 @@
-"""save: a training's state onto the disk; a save that is killed leaves the one before it whole."""
+"""save: writes a training's state to the disk; a save that is killed leaves the one before it
+whole.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Who holds the masters of what is saved or loaded: a ZeroOptimizer, or a model under FSDP2."""
+"""Finds what holds the masters that are saved or loaded: a ZeroOptimizer, or a model under
+FSDP2.
+"""
 
 from typing import TypeAlias
 

@@ -1,4 +1,5 @@
-"""How checkpoints go through ``torch.distributed.checkpoint`` (DCP): its planners and storage.
+"""Writes and reads checkpoints through ``torch.distributed.checkpoint`` (DCP): storage classes for
+it.
 
 DCP's own storage keeps its metadata, and every value except tensors, by pickle, which runs what a
 file names; it writes its metadata in place and without a digest. So :class:`Writer` and

@@ -1,4 +1,5 @@
-"""Values of Python and tensors as JSON and named tensors: options, schedulers, a user's own.
+"""Converts values of Python to JSON and named tensors, and back: options, schedulers, a user's
+values.
 
 What JSON has no form for keeps its type by a tag: ``{"$tuple": [...]}``, ``{"$dict": [[key, value],
 ...]}`` where a key is no text, ``{"$counter": ...}`` likewise, ``{"$tensor": name}``. Floats are

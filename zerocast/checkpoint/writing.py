@@ -1,5 +1,5 @@
-"""Who writes what of a checkpoint, worked out by all ranks together, and how it is written through
-DCP: at once, or beside the training.
+"""Divides the writing of a checkpoint among ranks, and writes it through DCP: at once, or beside
+the training.
 
 Beside the training the threads of different ranks tell each other what they have written by small
 files in the directory itself, since collectives belong to the training. Rank 0 puts the manifest in
@@ -35,7 +35,7 @@ from zerocast.numerics import NUMERICS_VERSION
 
 @dataclass
 class Planned:
-    """What is written.
+    """The parts of a checkpoint that are written.
 
     Attributes:
         saved: the id of the save.

@@ -1,4 +1,6 @@
-"""``python -m zerocast conform``: a package, measured by conformance packs; the packs as files."""
+"""``python -m zerocast conform``: measures a package by conformance packs, or writes the packs to
+files.
+"""
 
 import argparse
 import contextlib

@@ -1,4 +1,5 @@
-"""doctor: what this installation finds on this machine, what is missing, slow or wrong, and why.
+"""doctor: lists what this installation finds on this machine, what is missing, slow or wrong, and
+why.
 
 Every finding has a status: ``ok``; ``missing``, something optional that is not there; ``slow``,
 right but slower than it could be; ``wrong``, which makes the exit code 1.

@@ -1,5 +1,5 @@
-"""estimate: what a training step of a model would send, hold and take, beside BF16 and FP8; and
-fit: what this machine takes for it.
+"""estimate: computes the bytes, memory and time of a training step of a model, beside those of BF16
+and FP8; fit: measures the costs of this machine.
 """
 
 import argparse

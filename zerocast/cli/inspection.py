@@ -1,4 +1,6 @@
-"""inspect: the tensors of a checkpoint as a table, as JSON, or as a page with a picture of each."""
+"""inspect: shows the tensors of a checkpoint as a table, as JSON, or as a page with a picture of
+each.
+"""
 
 from __future__ import annotations
 

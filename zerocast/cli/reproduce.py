@@ -1,4 +1,4 @@
-"""``python -m zerocast reproduce FILE``: a cast in which ranks differed, repeated here.
+"""``python -m zerocast reproduce FILE``: repeats a cast in which ranks differed.
 
 The file is one that ``verify`` left (:mod:`zerocast.cast.fault_file`). The weight is cast whole by
 the reference and by this machine's backend, and from the same shards on as many threads; what the
@@ -25,7 +25,7 @@ from zerocast.tensors.quantize import quantize_into
 
 
 class Fault:
-    """What a file holds.
+    """The cast that a file holds.
 
     Attributes:
         described: the header's.

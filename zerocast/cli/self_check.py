@@ -1,5 +1,5 @@
-"""The self-check of doctor: every recipe, cast on ranks that are threads, against the unsharded
-cast by the reference backend.
+"""The self-check of doctor: compares the casts of every recipe, on ranks that are threads, with the
+unsharded cast by the reference backend.
 """
 
 import warnings

@@ -1,4 +1,5 @@
-"""Agreement of ranks: what only some of them can see is exchanged before any of them acts on it.
+"""Lets ranks agree: they exchange what only some of them can find out, before any of them acts on
+it.
 
 An error that one rank raises alone leaves the others waiting in their next collective. So code that
 may fail on one rank only runs inside :func:`raising_together`, which all ranks enter::

@@ -1,4 +1,5 @@
-"""Failure: how long ranks wait for each other, and the errors of those that wait in vain.
+"""Limits how long ranks wait for each other, and makes the errors of ranks that have waited in
+vain.
 
 Every collective ends: with its result, or with an error on every rank that is still there. A rank
 that waits longer than its communicator's timeout gives up and tells the others, which then give up,

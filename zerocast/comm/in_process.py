@@ -1,4 +1,5 @@
-"""N ranks as N threads of one process: for tests, for learning, for a debugger.
+"""InProcessCommunicator: ranks that are threads of one process, for tests, for learning, for a
+debugger.
 
 It is the strictest of the communicators. If ranks call different collectives, or the same one with
 different shapes, or wait for one that has returned, every rank raises an error. Sums are taken in
@@ -49,7 +50,7 @@ _DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a rank contributes to a collective.
+    """A rank's contribution to a collective.
 
     Attributes:
         signature: of the collective.

@@ -1,4 +1,4 @@
-"""ThreadWorld and ThreadGroup: how threads that act as ranks wait for each other without a
+"""ThreadWorld and ThreadGroup: let threads that act as ranks wait for each other without a
 deadlock.
 
 A :class:`ThreadWorld` is all threads of one run, a :class:`ThreadGroup` some of them, which

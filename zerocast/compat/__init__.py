@@ -1,1 +1,1 @@
-"""What lets code that was written for another project run on zerocast: that project's names."""
+"""The names of other projects, so that code that was written for them runs on zerocast."""

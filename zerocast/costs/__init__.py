@@ -1,4 +1,5 @@
-"""What a training step costs, without running it: bytes, collectives, launches, memory, seconds.
+"""Computes what a training step costs, without running it: bytes, collectives, launches, memory,
+seconds.
 
 :func:`estimate` takes a model on the meta device and makes of it the objects that train, for one
 rank of as many as are asked for: :mod:`zerocast.costs.dry_run` says how. So bytes and counts are

@@ -1,5 +1,5 @@
-"""CountingBackend: launches that compute nothing and count themselves, and the bytes that they
-would read and write.
+"""CountingBackend: counts launches, and the bytes that they would read and write, without computing
+anything.
 
 It is given the operands of a cast as every backend is, so what it counts is what a backend is asked
 to do: one launch for all weights of a recipe, as our kernels serve them. Bytes are those of the

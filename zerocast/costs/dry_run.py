@@ -1,4 +1,5 @@
-"""DryRun: a step of ZeroOptimizer on one rank of many, without memory and without other ranks.
+"""DryRun: makes a step of ZeroOptimizer as one rank of many, without memory and without other
+ranks.
 
 Nothing is worked out here a second time. The weights are on the meta device, which has shapes and
 no memory. From them the objects are made that make a step: :class:`ShardedWeights`, the rounds of
@@ -57,7 +58,7 @@ class StepOptions:
 
 
 class DryRun:
-    """One step, made when this is.
+    """One step, which the constructor makes.
 
     Args:
         params: names and weights, as ``model.named_parameters()`` gives them of a model on the meta

@@ -1,4 +1,4 @@
-"""Estimate: what a step of ZeroOptimizer sends, launches, holds and takes."""
+"""Estimate: the bytes, launches, memory and seconds of a step of ZeroOptimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""fit: the costs of the machine that this runs on, and how far a step is from what they say.
+"""fit: measures the costs of this machine, and how far the estimate of a step is from its time.
 
 Collectives are timed alone, phases in steps of small models, without what their collectives take.
 Each is fitted by the least sum of squared relative errors. Then a step of another model, which no
@@ -38,7 +38,7 @@ SIZES = [1 << bits for bits in range(10, 25, 2)]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A phase of a step that no fit has seen.
+    """A phase of a step that was not used for fitting, with its time and its estimate.
 
     Attributes:
         phase: its name.

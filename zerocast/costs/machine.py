@@ -1,4 +1,4 @@
-"""Machine: what bytes, messages and launches cost in time, by a latency-bandwidth model.
+"""Machine: the seconds that bytes, messages and launches take, by a latency-bandwidth model.
 
 Note: the model of time
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -26,7 +26,7 @@ from zerocast.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What something costs that takes bytes.
+    """The seconds of an operation, by the number of bytes that it is given.
 
     Attributes:
         seconds: a message of a collective, or a phase that moves no byte.

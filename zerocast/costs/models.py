@@ -1,4 +1,4 @@
-"""The models that steps are estimated of: modules on the meta device, which has no memory.
+"""Makes the models whose steps are estimated, as modules on the meta device, which has no memory.
 
 Named ones are made here, of torch's own layers and without transformers, with the names and shapes
 that transformers gives them; everything else is a ``config.json`` of transformers.

@@ -1,4 +1,4 @@
-"""A picture of estimates: bytes sent, memory and seconds, beside each other and over ranks.
+"""Draws estimates: bytes sent, memory and seconds, beside each other and over ranks.
 
 It needs matplotlib, of the extra [examples].
 """

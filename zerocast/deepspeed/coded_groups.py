@@ -23,7 +23,7 @@ from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 
 class CodedGroups:
-    """From the masters of one optimizer to its weights. Making it is collective.
+    """Casts the masters of one optimizer into its weights. Making one is collective.
 
     Args:
         optimizer: a ``DeepSpeedZeroOptimizer`` with masters. Its weights move into buffers of this

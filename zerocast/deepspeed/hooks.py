@@ -1,4 +1,5 @@
-"""What DeepSpeed's functions do where weights hold codes; :func:`install` puts them in place.
+"""The functions that replace DeepSpeed's, for weights that hold codes; :func:`install` replaces
+them.
 
 Each takes the function that it replaces, and its arguments.
 """

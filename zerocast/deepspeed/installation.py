@@ -1,4 +1,6 @@
-"""Which functions of DeepSpeed are replaced, and by which of :mod:`zerocast.deepspeed.hooks`."""
+"""Lists the functions of DeepSpeed that are replaced, each with its replacement in
+:mod:`zerocast.deepspeed.hooks`.
+"""
 
 from zerocast.deepspeed import hooks
 from zerocast.replacements import Replacement, Replacements

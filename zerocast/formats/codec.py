@@ -1,5 +1,4 @@
-"""Encoding and decoding of elements in plain torch: the numerics in their slowest and most obvious
-form.
+"""Encodes and decodes elements in plain torch: the numerics in their slowest and most obvious form.
 
 These are the rounding rules that the C++ headers restate for speed. They use no float8 cast of any
 library: torch's own overflow where ours saturate (E5M2), and the signs of NaN differ between

@@ -1,4 +1,4 @@
-"""The element formats: what one stored code means.
+"""The element formats, which give a stored code its value.
 
 A format is named by its exponent and mantissa widths. Everything else (largest value, subnormal
 step) follows from them and from which codes are reserved, so that is how the constants below are

@@ -1,1 +1,3 @@
-"""What lets other projects use zerocast: by their configurations, or by what they call."""
+"""Adapters by which other projects use zerocast: named in their configurations, or called by
+them.
+"""

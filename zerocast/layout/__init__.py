@@ -1,4 +1,4 @@
-"""Where things are, integers only: ranges of elements, blocks and their scales, flat buffers over
+"""Computes places as integers: ranges of elements, blocks and their scales, flat buffers over
 ranks.
 """
 

@@ -1,4 +1,4 @@
-"""BlockGrid: which elements share a scale. ScaleLayout: where those scales are stored.
+"""BlockGrid: the blocks of elements that share a scale. ScaleLayout: the places of those scales.
 
 Every scaling scheme is a grid of blocks over the weight seen as a matrix [rows, cols]: FP8 per
 tensor is one block, NVFP4 is 16x16, a row-wise scheme 1 x cols. Blocks at the edges may be smaller.

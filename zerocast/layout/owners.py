@@ -1,4 +1,4 @@
-"""Owners: which rank owns which elements of which weight, as the shards that are not empty.
+"""Owners: the elements of each weight that each rank owns, as the shards that are not empty.
 
 A rank of many owns a few of the weights, so this follows what ranks hold, and not the number of
 ranks times the number of weights.

@@ -1,4 +1,4 @@
-"""Plane: one set of codes of a tensor, where they come from, and how their scales are stored.
+"""Plane: one set of codes of a tensor, with its source and the layout of its scales.
 
 A tensor is seen as the matrix [M, K], M the product of its leading dimensions. Its *rowwise* plane
 holds the codes of that matrix. The product with the transposed matrix reads the *columnwise* plane.
@@ -20,7 +20,7 @@ Block = tuple[int, int]
 
 
 class Source(Enum):
-    """Where the codes of a plane come from."""
+    """The sources of the codes of a plane."""
 
     MASTER = "cast from the master"
     TRANSPOSED_MASTER = "cast from the transposed tensor"

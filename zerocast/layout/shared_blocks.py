@@ -1,4 +1,4 @@
-"""CutBlocks and SharedBlocks: which blocks, and which rows inside blocks, the boundaries between
+"""CutBlocks and SharedBlocks: the blocks, and the rows inside blocks, that boundaries between
 shards cut.
 
 The amax of a block of which several ranks own elements is reduced before a cast, and a scheme whose

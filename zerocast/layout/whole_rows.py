@@ -1,5 +1,5 @@
-"""Which rows of blocks a shard holds whole: a scheme whose scales belong to blocks alone measures
-and casts those in one read of the master.
+"""Finds the rows of blocks that a shard holds whole: a scheme whose scales belong to blocks alone
+measures and casts those in one read of the master.
 """
 
 from __future__ import annotations

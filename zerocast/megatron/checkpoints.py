@@ -1,4 +1,4 @@
-"""What a checkpoint of Megatron-Core needs, to continue with weights of zerocast bit for bit.
+"""Adds to a checkpoint of Megatron-Core what continuing with weights of zerocast bit for bit needs.
 
 It holds masters, and the values of weights, but not their codes: masters are cast once they are
 loaded. The recipe state goes into the checkpoint, too: the amaxes of delayed scaling, the counters

@@ -1,4 +1,4 @@
-"""Which functions of Megatron-Core are replaced, and by which of ours."""
+"""Lists the functions of Megatron-Core that are replaced, each with its replacement."""
 
 from zerocast.megatron import checkpoints, hooks
 from zerocast.replacements import Replacement, Replacements

@@ -1,4 +1,4 @@
-"""convert: a model's ``torch.nn.Linear`` layers become quantized ones, in place.
+"""convert: replaces a model's ``torch.nn.Linear`` layers by quantized ones, in place.
 
 A converted layer keeps its identity: it is the same module object with the same hooks, mode and
 bias, whose class is now :class:`zerocast.nn.Linear` and whose weight is a new, quantized parameter.
@@ -41,7 +41,7 @@ from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did.
+    """The result of :func:`convert`.
 
     Attributes:
         recipe: the scheme of the converted weights.

@@ -193,7 +193,7 @@ def _unfit(kind: Kind, a: Side, b: Side, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Who computes a product.
+    """The implementation that computes a product, and the reason for it.
 
     Attributes:
         kind: the library's GEMM, or None for decoding.

@@ -30,7 +30,7 @@ rounded result alone where there is no quantizer.
 
 @dataclass(frozen=True, slots=True)
 class FusedResult:
-    """What :func:`apply_fused` returns.
+    """The result of :func:`apply_fused`.
 
     Attributes:
         quantized: the codes and their scales; None without a quantizer.

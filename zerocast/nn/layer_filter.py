@@ -1,4 +1,4 @@
-"""LayerFilter: which layers stay as they are because the user chose so, or because of their
+"""LayerFilter: finds the layers that are not converted, by the user's choice or because of their
 size.
 """
 

@@ -1,5 +1,5 @@
-"""The arithmetic of a layer under autocast: what a norm or an activation makes of the input,
-quantized as it is made, and the three products.
+"""Computes a layer under autocast: the norm or activation of the input, quantized as it is made,
+and the three products.
 
 :func:`run_forward` and :func:`run_backward` are functions of tensors and quantizers. Autograd runs
 them by :class:`zerocast.nn.linear_functions.QuantizedLinear`, and compiled graphs by the operations
@@ -41,7 +41,7 @@ Watch = Callable[[Role, torch.Tensor, QuantizedStorage], None]
 
 @dataclass(frozen=True, slots=True)
 class GemmQuantizers:
-    """How the tensors of one linear layer are quantized."""
+    """The quantizers of the tensors of one linear layer."""
 
     input: Quantizer
     weight: Quantizer
@@ -51,7 +51,7 @@ class GemmQuantizers:
 
 
 class LayerProduct(NamedTuple):
-    """What a layer computes, ``source(input) @ weight.T + bias``, apart from tensors.
+    """The computation ``source(input) @ weight.T + bias`` of a layer, without its tensors.
 
     Attributes:
         source: the norm or the activation that makes what is multiplied; None where the input
@@ -80,7 +80,7 @@ class LayerProduct(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What :func:`run_forward` makes.
+    """The result of :func:`run_forward`.
 
     Attributes:
         out: the result, [T, M].

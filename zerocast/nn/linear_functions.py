@@ -1,4 +1,5 @@
-"""Linear layers as differentiable functions: with quantized operands, and with a decoded weight.
+"""The differentiable functions of linear layers: with quantized operands, and with a decoded
+weight.
 
 Tensors are saved as autograd saves them, buffer by buffer, so hooks on saved tensors (offloading,
 recomputation) see bytes. A weight that is quantized itself is kept by reference, and a write since

@@ -73,7 +73,7 @@ Output: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ProductInputs(NamedTuple):
-    """What one product of a layer, ``source(input) @ weight.T + bias``, is made of.
+    """The inputs of one product of a layer, ``source(input) @ weight.T + bias``.
 
     Attributes:
         gemm: the product's number in the layer.

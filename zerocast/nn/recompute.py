@@ -1,4 +1,4 @@
-"""Layers inside activation checkpoints: the second run quantizes as the first one did.
+"""Lets layers inside activation checkpoints quantize in the second run as in the first.
 
 ``torch.utils.checkpoint`` runs a function once in the forward and once more in the backward, when
 the region of :class:`zerocast.autocast` has usually been left and the scales of delayed scaling

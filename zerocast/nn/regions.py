@@ -54,7 +54,7 @@ torch the graph breaks there.
 
 
 class _Traced:
-    """What torch.compile guards compiled functions by.
+    """The values by which torch.compile guards compiled functions.
 
     Attributes:
         recipe: the text of the recipe by which products are quantized here; or
@@ -79,7 +79,7 @@ class _Traced:
 
 
 class _Here(threading.local):
-    """What a thread keeps from region to region.
+    """The state of a thread that is kept from region to region.
 
     Attributes:
         traced: what compiled functions read and write; a separate object, because they can read
@@ -187,7 +187,7 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Autocast:
-    """What is active where a layer runs; :func:`current` gives it.
+    """The options that are active where a layer runs; :func:`current` returns them.
 
     Attributes:
         enabled: whether operands of GEMMs are to be quantized.

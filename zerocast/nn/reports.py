@@ -1,4 +1,4 @@
-"""coverage: which parameters of a model are in codes at present, and why others are not.
+"""coverage: lists the parameters of a model that are in codes at present, and why others are not.
 
     >>> print(zerocast.nn.coverage(model))
     86,848 parameters, 28.3 % held in codes; they take 271,464 bytes, 22,376 of them codes ...
@@ -36,7 +36,7 @@ _LARGE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ParameterCoverage:
-    """How one parameter is kept.
+    """The form in which one parameter is kept.
 
     Attributes:
         name: fully qualified; of one that modules share, its name in a linear layer.
@@ -61,7 +61,7 @@ class ParameterCoverage:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What :func:`coverage` found; printed, totals first, equal layers in one line.
+    """The result of :func:`coverage`. Its text has totals first and equal layers in one line.
 
     Attributes:
         parameters: in the model's order, each once.
@@ -172,7 +172,7 @@ def _percent(part: int, whole: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProductExplanation:
-    """Who computes one product of one layer.
+    """The engine that computes one product of one layer.
 
     Attributes:
         layer: its name in the model.
@@ -201,7 +201,7 @@ class ProductExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What :func:`explain` found; printed, totals first, equal layers in one line."""
+    """The result of :func:`explain`. Its text has totals first and equal layers in one line."""
 
     recipe: Recipe
     products: tuple[ProductExplanation, ...]

@@ -29,7 +29,9 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.int32, torch.int
 
 
 class SavedState(NamedTuple):
-    """What :func:`pack` put into a tensor: ``owner``, which JSON can say, and ``tensors``."""
+    """The contents that :func:`pack` has put into a tensor: ``owner``, which is JSON, and
+    ``tensors``.
+    """
 
     owner: dict[str, Any]
     tensors: dict[str, torch.Tensor]

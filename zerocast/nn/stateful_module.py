@@ -1,4 +1,4 @@
-"""StatefulModule: what a layer keeps from forward to forward, and how it moves and is saved.
+"""StatefulModule: keeps a layer's state from forward to forward, moves it and saves it.
 
 The recipe state is the module's extra state. A ``state_dict`` has an entry for it only if there is
 some, so that dictionaries can be exchanged with torch's own layers.

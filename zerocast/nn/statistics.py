@@ -1,4 +1,4 @@
-"""statistics: how many elements quantization has lost, counted on request.
+"""statistics: counts on request how many elements quantization has lost.
 
     with zerocast.nn.statistics(model) as counts:
         ...                                  # forward and backward, under autocast
@@ -27,7 +27,7 @@ from zerocast.tensors import QuantizedStorage, dequantize
 
 @dataclass(slots=True)
 class Counts:
-    """What quantization lost of the tensors of one role in one layer.
+    """The elements that quantization lost of the tensors of one role in one layer.
 
     Attributes:
         elements: how many were quantized.
@@ -47,7 +47,7 @@ class Counts:
 
 @dataclass
 class Statistics:
-    """What :func:`statistics` counted.
+    """The result of :func:`statistics`.
 
     Attributes:
         layers: by the layer's name in the model (``"block.mlp"``; of a layer with several products

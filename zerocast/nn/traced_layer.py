@@ -1,5 +1,5 @@
-"""What torch.compile sees of a layer: whether its graph holds it, and the numbers by which the
-operations of the graph (:mod:`zerocast.nn.traced_products`) find the layer and its quantizers.
+"""The view that torch.compile has of a layer: whether its graph holds it, and the numbers by which
+the operations of the graph (:mod:`zerocast.nn.traced_products`) find the layer and its quantizers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The operations that a cast is made of: what each computes, and the contract that every backend
-fulfils.
+"""Defines the operations of a cast and the contract that every backend fulfils.
 
 An operation serves *many weights at once*. It is given everything that stays the same between steps
 (shapes, owners, buffers) when it is prepared, and returns a :data:`Launch`: a callable without

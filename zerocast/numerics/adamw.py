@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AdamWNumbers:
-    """What a step of AdamW computes with, in the order of ``AdamWUpdate`` in ``tables.h``. Each is
+    """The numbers of a step of AdamW, in the order of ``AdamWUpdate`` in ``tables.h``. Each is
     rounded to FP32 before it is used.
 
     Attributes:

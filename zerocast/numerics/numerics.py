@@ -1,4 +1,5 @@
-"""Scaling numerics: how an amax becomes a scale, and a value under it a code.
+"""Scaling numerics: define how an amax becomes a scale, and how a value becomes a code under that
+scale.
 
 Amaxes are the int32 bit patterns of non-negative FP32 values: those order like integers, so an
 integer maximum is exact and the same in every communicator, and NaN (canonical, ``0x7FC00000``) is

@@ -83,7 +83,8 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class FourOverSixErrors:
-    """What 4-over-6 decides by, and what ranks exchange of it, for one weight.
+    """The errors by which 4-over-6 decides, and the part of them that ranks exchange, for one
+    weight.
 
     A row of blocks is *cut* where more than one rank owns elements of it. Every block of the others
     belongs to one rank, which chooses and writes ``choices``. In a cut row of blocks the rank that
@@ -214,7 +215,7 @@ class SharedByte:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Which elements of some of a tensor's were changed.
+    """The changed elements among some elements of a tensor.
 
     Attributes:
         flags: int64 [elements / 64, rounded up]: a bit for each element.

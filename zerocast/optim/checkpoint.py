@@ -1,4 +1,4 @@
-"""What an optimizer saves of its shards, and how saved shards are divided over other ranks.
+"""Saves the shards of an optimizer, and divides saved shards over other ranks.
 
 A rank's state dict holds, for every weight of which it owns elements, their master and the inner
 optimizer's state of them. Codes are not saved: one cast derives them from the masters. So the state

@@ -1,4 +1,5 @@
-"""Which optimizers may be sharded over ranks: those that update each element from itself alone.
+"""Finds by trial whether an optimizer may be sharded over ranks: whether it updates each element
+from that element alone.
 
 A rank does not know the other ranks' elements, so an optimizer that reads a whole tensor (a norm of
 it, its rows, its inverse), at blocks of it (8-bit state) or at all parameters (a learning rate

@@ -1,4 +1,5 @@
-"""External writes: which weights other code has written, and how their masters follow.
+"""ExternalWrites: finds the weights that other code has written, and starts their masters from
+them.
 
 A step makes the weights from the masters, so a write in between (the model's ``load_state_dict``,
 ``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. The

@@ -1,4 +1,4 @@
-"""Rounds: which gradients travel in which all-to-all, in which dtype, and where in its buffer.
+"""Rounds: assigns gradients to all-to-alls, with their dtype and their place in the buffer.
 
 A round is some columns of all ranks (see "Note: columns" in :mod:`zerocast.optim.shards`). Its
 buffer is a matrix of bytes [ranks, row] of which rank r is sent row r. A row holds one section

@@ -1,4 +1,4 @@
-"""GradientReducer: the mean over ranks of whole gradients, on each rank for its own shards.
+"""GradientReducer: computes the mean of gradients over ranks, on each rank for its shards.
 
 Gradients travel by an all-to-all, in rounds (:mod:`zerocast.optim.gradient_rounds`), are summed in
 FP32 in the order of the ranks and divided by the number of ranks. So ranks with identical BF16 or
@@ -50,7 +50,7 @@ def flag_bytes(weights: int) -> slice:
 
 
 class GradientReducer:
-    """Reduces the gradients of all weights of an optimizer; the buffers live as long as it does.
+    """Reduces the gradients of all weights of an optimizer, in buffers that it keeps.
 
     Args:
         shards: the weights and their owners.

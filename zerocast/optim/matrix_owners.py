@@ -1,4 +1,5 @@
-"""MatrixOwners: which rank steps which whole weight, and how FP32 values get there and back.
+"""MatrixOwners: assigns whole weights to the ranks that step them, and sends FP32 values there and
+back.
 
 Optimizers that look at a whole matrix (Muon, SOAP, Shampoo) cannot step pieces of it. With
 ``shard="matrix"`` every weight is dealt to one rank, its *owner*, which keeps its whole master and

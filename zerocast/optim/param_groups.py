@@ -1,4 +1,4 @@
-"""Param groups: which parameters an optimizer is given, and with which options."""
+"""Reads param groups: the parameters that an optimizer is given, and their options."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias

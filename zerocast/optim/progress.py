@@ -1,4 +1,4 @@
-"""Progress: whether all ranks are at the same step, and whether a step was left unfinished.
+"""Progress: checks that all ranks are at the same step and that no step was left unfinished.
 
 A step changes this rank's masters and inner state, and then the weights of all ranks. Where it
 fails in between, on one rank or on all (a lost rank, an interrupt), masters and weights belong to

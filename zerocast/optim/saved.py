@@ -1,4 +1,4 @@
-"""The rules of a saved training state: what it says of itself, and which optimizer may load it.
+"""Describes a saved training state, and checks which optimizer may load it.
 
 A training state is the masters, the recipe state and the state of the inner optimizer. It continues
 a run bit for bit only in an optimizer that computes the same from it. So every saved state, whoever

@@ -1,4 +1,4 @@
-"""What a ZeroOptimizer does between steps: masters are read, averaged, saved and loaded.
+"""ShardedOptimizer: reads, averages, saves and loads the masters of a ZeroOptimizer between steps.
 
 The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`.
 """

@@ -24,7 +24,8 @@ from zerocast.tensors.digest import digest, digests
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """How weights are stored; those of one kind share flat buffers, each with one all-gather.
+    """The way in which weights are stored; those of one kind share flat buffers, each with one
+    all-gather.
 
     Attributes:
         dtype: of the buffer's entries: uint8 for codes.

@@ -1,4 +1,4 @@
-"""Float8Recipe: what the FP8 schemes with one FP32 scale a block have in common.
+"""Float8Recipe: the base of the FP8 schemes with one FP32 scale a block.
 
 They share numerics, :class:`zerocast.numerics.Float8Numerics`, and the choice of its parameters by
 what a tensor is to a layer; each is a grid of blocks and the place of its scales.

@@ -1,4 +1,4 @@
-"""Form: what a recipe says of a weight of some shape, worked out once for all weights alike."""
+"""Form: the planes and buffers of weights of one recipe and one shape, computed once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerocast.recipes.recipe import BufferSpec, Recipe
 
 
 class Form:
-    """How weights of one recipe and one shape are stored, with or without a columnwise copy.
+    """The storage of weights of one recipe and one shape, with or without a columnwise copy.
 
     Attributes:
         recipe, shape: as given.

@@ -1,4 +1,4 @@
-"""Format and QParams: what the fields of recipes are made of, named as TransformerEngine names
+"""Format and QParams: types of the fields of recipes, with the names that TransformerEngine gives
 them.
 """
 
@@ -30,8 +30,8 @@ def check_nominal(what: str, dtype: object) -> torch.dtype:
 
 
 class Format(str, Enum):
-    """Which FP8 format the tensors of a pass have. A recipe takes a member or its name, in either
-    case.
+    """The FP8 formats of the tensors of forward and backward. A recipe takes a member or its name,
+    in either case.
     """
 
     E4M3 = "e4m3"
@@ -73,8 +73,8 @@ class Format(str, Enum):
 
 @dataclass(frozen=True)
 class QParams:
-    """How tensors of one kind are quantized. Every recipe lists which of these it supports, and
-    refuses the others.
+    """The options by which tensors of one kind are quantized. Every recipe lists which of these it
+    supports, and refuses the others.
 
     Attributes:
         power_2_scale: round scales down to powers of two.

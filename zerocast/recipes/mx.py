@@ -1,4 +1,4 @@
-"""MXRecipe: what the MX schemes have in common, whose scales are powers of two, E8M0 codes.
+"""MXRecipe: the base of the MX schemes, whose scales are powers of two, stored as E8M0 codes.
 
 Rowwise blocks are 1x32 and columnwise ones 32x1. Neither copy is a transpose of the other: each is
 quantized from the master. In blocks of 32x32 one scale serves both directions. The numerics is

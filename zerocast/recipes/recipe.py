@@ -1,4 +1,4 @@
-"""Recipe: how an amax becomes a scale, and where codes and scales of a weight are stored.
+"""Recipe: defines how an amax becomes a scale, and where codes and scales of a weight are stored.
 
 A recipe is a frozen configuration, hashable and comparable, so weights of equal recipes are cast by
 the same launches. It states arithmetic and planes: its numerics, its blocks, where columnwise codes

@@ -43,7 +43,7 @@ from zerocast.tensors.quantize import plain_master
 
 
 class CodesState(Enum):
-    """Which memory a weight's codes take on this rank, beside the rows of its master.
+    """The states of a weight's codes on this rank, by the memory that they take beside the master.
 
     NONE: none. No cast has been made, so nothing is known of dtype, device and ranks.
     CAST: codes and scales of this rank's rows. They were cast with others of an amax group, for a
@@ -60,7 +60,7 @@ class CodesState(Enum):
 
 
 class LowBitAllGather:
-    """What all pieces of one master (whole, shard, alias) have in common.
+    """The cast and gather of one master, which all of its pieces (whole, shard, alias) share.
 
     Args:
         shape: [M, K] or that of a stack, of the whole weight, also if tensor parallelism splits it.

@@ -1,4 +1,6 @@
-"""AllGatherInput: what one rank has of a weight between casts, and sends in FSDP2's all-gathers."""
+"""AllGatherInput: the codes and scales that one rank keeps of a weight between casts, and sends in
+FSDP2's all-gathers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The casts of masters: which are made together, when they are due, and the plans that make them.
+"""Casts masters: decides which are cast together and when, and keeps the plans that cast them.
 
 Most masters are cast alone, when they are gathered. Those of an amax group share one tensor amax,
 for which a cast needs them all: they are one cast group, and are cast together as soon as one of

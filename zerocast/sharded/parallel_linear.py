@@ -1,4 +1,5 @@
-"""resolve: what the forward of a linear layer multiplies by, and how, if its weight is distributed.
+"""resolve: finds the operand and the placements for the forward of a linear layer whose weight is
+distributed.
 
 FSDP2 gives a layer the codes that it has gathered, as a weight like any other. Under tensor
 parallelism the weight is a DTensor. A rank multiplies what it holds of input and weight as if that
@@ -99,7 +100,7 @@ def kept_weight(master: torch.Tensor, cast_group: CastGroup) -> QuantizedTensor:
 
 
 class _Placed(NamedTuple):
-    """How the tensors of one product are placed."""
+    """The placements of the tensors of one product."""
 
     input: Placement
     grad_input: Placement

@@ -1,4 +1,4 @@
-"""report: what FSDP2's all-gather sends for each parameter of a model, and why.
+"""report: lists what FSDP2's all-gather sends for each parameter of a model, and why.
 
 Reports name equal things in few lines: ``layers.{0..31}.mlp.{up,down}`` stands for those of a
 model (:func:`grouped`). Those of :mod:`zerocast.nn` use the same names and reasons.
@@ -30,7 +30,7 @@ from zerocast.tensors import TensorParallelShard
 
 @dataclass(frozen=True)
 class ParameterGather:
-    """How one parameter is gathered.
+    """The all-gather of one parameter.
 
     Attributes:
         name: fully qualified.
@@ -62,7 +62,7 @@ class ParameterGather:
 
 @dataclass(frozen=True)
 class GatherReport:
-    """What :func:`report` found.
+    """The result of :func:`report`.
 
     Attributes:
         parameters: in the model's order.

@@ -1,4 +1,4 @@
-"""RowShards: which rows FSDP2 gives each rank, and the bytes that are sent for them.
+"""RowShards: the rows that FSDP2 gives each rank, and the bytes that are sent for them.
 
 FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ones fewer or none, and
 gathers equal chunks: a rank with fewer rows fills up. If M does not divide by D it asks that what

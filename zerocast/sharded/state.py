@@ -1,4 +1,4 @@
-"""What is known of a master between casts: its recipe's state, and the values that were cast.
+"""Keeps the recipe state of a master, and the values that were cast, between casts.
 
 Delayed scaling keeps amaxes and scales, stochastic rounding counts its casts. Both change with
 every cast, and loading a checkpoint makes one, because codes are not saved. So what is saved is the

@@ -1,4 +1,4 @@
-"""Things that hold bytes: the quantized weight that torch sees, its storage, how it is made."""
+"""Quantized weights: the tensor that torch handles, its storage, and the functions that make it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""HeldPlanes: which planes a weight holds, and which of its buffers casts and gathers move.
+"""HeldPlanes: the planes that a weight holds, and the buffers that casts write and gathers send.
 
 A *stack* (see :attr:`Recipe.per_matrix`) is as many matrices, which lie one behind the other in
 each of its buffers. Each is cast, transposed and decoded as a separate weight

@@ -1,4 +1,5 @@
-"""QuantizedTensor: codes and scales in memory, and to torch a tensor of BF16, FP16 or FP32.
+"""QuantizedTensor: a tensor that holds codes and scales, and that torch treats as BF16, FP16 or
+FP32.
 
 To torch it has the *nominal* shape and dtype; its value is what its codes decode to. All that it
 holds is a :class:`QuantizedStorage`, which its aliases share. It can be used as any torch tensor

@@ -1,4 +1,4 @@
-"""Storages that are saved and loaded, or made of buffers from anywhere, such as a compiled graph.
+"""Saves and loads storages, and makes them of buffers from other places, such as a compiled graph.
 
 Kernels rely on the shapes of buffers, so no storage may be made from a damaged or crafted file.
 Everything that a weight is made of is compared here with what its recipe says. Recipes are made

@@ -1,5 +1,5 @@
-"""TensorParallelShard: some rows, or some columns, of a weight that the ranks of a tensor-parallel
-group hold together.
+"""TensorParallelShard: the rows or columns of a weight that one rank of a tensor-parallel group
+holds.
 
 A rank of tensor parallelism has its shard as a separate weight, with its own layout of codes and
 scales. Its scales make it different from any other weight: an amax over elements of several shards

@@ -17,7 +17,7 @@ from zerocast.tensors.tp_shard import COLUMNS
 
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """Where the amaxes of one weight are.
+    """The places of the amaxes of one weight.
 
     Attributes:
         tensor: int32 [1]; None of a weight that is not cast.

@@ -1,4 +1,5 @@
-"""What the classes of wrapper tensors share: how they are made, and what an operation writes.
+"""Functions that the classes of wrapper tensors share: they make one, and find what an operation
+writes.
 
 In inference mode torch leaves two things to wrappers. Composite operations (``to``, ``view_as``,
 ``narrow``) are not decomposed before they arrive. And a wrapper that is made in inference mode is

@@ -65,7 +65,7 @@ SQUARE_THREADS = 256
 
 class CudaBackend(ReferenceBackend):
     """Our kernels through a launcher; see :class:`zerocast.numerics.Backend` for what the methods
-    promise. What changed of a tensor is found by torch, as the reference finds it.
+    promise. The changed parts of a tensor are found by torch, as in the reference.
 
     Args:
         launcher: who runs the kernels. Its ``launches`` counts them.

@@ -1,5 +1,5 @@
-"""Codes between weights and the buffer in which they travel, on CUDA: one launch each way for any
-number of weights.
+"""Copies codes between weights and the buffer that is sent, on CUDA, by one launch in each
+direction for any number of weights.
 """
 
 from __future__ import annotations

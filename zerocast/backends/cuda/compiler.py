@@ -1,4 +1,5 @@
-"""From the kernels' sources to machine code for one architecture, by NVRTC, kept on disk.
+"""Compiles the kernels' sources to machine code of one architecture, by NVRTC, and keeps it on
+disk.
 
 CuPy's own compilation flushes subnormals and forgets the included headers in its cache key, so only
 its low-level interface to NVRTC is used. That needs no driver and no GPU. A kernel that is a

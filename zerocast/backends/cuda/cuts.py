@@ -1,4 +1,4 @@
-"""How the weights of a launch are cut into tiles, and which parts of them a launch visits."""
+"""Cuts the weights of a launch into tiles, and says which parts of them a launch visits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ Way = tuple[Cut, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How the weights of a launch are cut: each way once, and by weight the place of its way.
+    """The ways in which the weights of a launch are cut, each once, and for each weight the index
+    of its way.
 
     Thousands of weights that are alike are so few objects.
     """

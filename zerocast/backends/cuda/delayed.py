@@ -1,4 +1,4 @@
-"""Delayed scaling where the caller makes the scale from the history.
+"""Launches delayed scaling where the caller makes the scale from the history.
 
 The kernel keeps the history; the caller's function runs on the device as any torch code does. It
 runs whether or not the amax entered the history, so that the host waits for nothing, and only what

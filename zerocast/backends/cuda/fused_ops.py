@@ -1,5 +1,5 @@
-"""Fused operations on CUDA: which kernels compute a function and cast its result, and what they are
-told.
+"""Chooses the kernels that compute a fused operation and cast its result on CUDA, and makes their
+arguments.
 
 One launch, or two of the same computation: where a scale needs an amax that no thread block sees
 alone (of the tensor, of whole rows or columns), the first takes the amaxes and writes what is

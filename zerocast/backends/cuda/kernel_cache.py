@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, which only their owner uses.
+"""Keeps compiled kernels on disk, in files that only their owner can use.
 
 A file is used where it is whole: its first bytes are the digest of the others. What is kept is
 machine code that a GPU will run. So the folder is the user's own and closed to all others, and a

@@ -1,4 +1,4 @@
-"""From rows and cuts to launches: the tables that a kernel is given, and where they lie.
+"""Makes launches of rows and cuts: the tables that a kernel is given, and their memory.
 
 A launch points to two tables: the rows of the weights (``tables.h``), and the tiles that it visits.
 Both are copied to the device when the launch is prepared. The addresses and dtypes of masters are
@@ -34,7 +34,7 @@ and again, in the same shape and at other addresses."""
 
 
 class Tables:
-    """What launches of one launcher point to.
+    """The tables that the launches of one launcher point to.
 
     Note: tables in a CUDA graph
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~

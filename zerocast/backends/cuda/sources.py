@@ -1,4 +1,4 @@
-"""Where the kernels' sources are: inside the installed package, or beside it in a checkout."""
+"""Finds the kernels' sources: inside the installed package, or beside it in a checkout."""
 
 from __future__ import annotations
 

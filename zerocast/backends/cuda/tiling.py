@@ -1,4 +1,4 @@
-"""Which tiles a launch visits: integers only, made once, on the host.
+"""Lists the tiles that a launch visits, as integers, once, on the host.
 
 A kernel takes one tile a thread block and divides nothing to find it. Amax and cast follow the
 shard: a tile in which this rank owns no element is not in the table. The constants and the fields
@@ -200,7 +200,7 @@ def digest_cut(first: int, nbytes: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """Tiles, and of what each is a tile: int64 [tiles] each."""
+    """Tiles, and for each tile the weight and cut that it belongs to: int64 [tiles] each."""
 
     weight: torch.Tensor
     block_row: torch.Tensor  # of the first row

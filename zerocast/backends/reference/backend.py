@@ -1,4 +1,6 @@
-"""The operations are loops over weights; the arithmetic is in the modules beside this one."""
+"""ReferenceBackend: the operations as loops over weights; their arithmetic is in the modules beside
+this one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What changed of a tensor, in plain torch: :meth:`zerocast.numerics.Backend.compare`, ``runs``."""
+"""Finds the changed elements of a tensor, in plain torch:
+:meth:`zerocast.numerics.Backend.compare`, ``runs``.
+"""
 
 from __future__ import annotations
 

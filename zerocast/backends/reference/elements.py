@@ -1,4 +1,4 @@
-"""One weight's elements: which a shard holds, what they are, and where their codes are stored."""
+"""Reads the elements of one weight that a shard holds, and stores their codes."""
 
 from __future__ import annotations
 

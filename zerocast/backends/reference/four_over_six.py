@@ -1,4 +1,4 @@
-"""4-over-6: which of two scales each block takes, also where ranks share it.
+"""Chooses by 4-over-6 which of two scales each block takes, also where ranks share the block.
 
 The errors of a block are summed in one fixed order, rows inside the block first, so that whoever
 adds them gets the same sum; see :class:`zerocast.numerics.FourOverSixErrors` for what is exchanged.

@@ -1,4 +1,4 @@
-"""Scales to where they are stored, and back to the blocks and the elements that they belong to."""
+"""Stores scales in their layout, and reads them for the blocks and elements that they belong to."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Makes of amaxes what is stored, and what elements are multiplied by before they are encoded:
-the numerics of :mod:`zerocast.numerics`, and the state of delayed scaling.
+"""Makes the stored scales of amaxes, and the factors of elements before they are encoded: the
+numerics of :mod:`zerocast.numerics`, and the state of delayed scaling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of TransformerEngine that are not here: each is refused with what to use instead.
+"""Refuses the names of TransformerEngine that are not here, and says what to use instead.
 
 An attribute that is missing is an AttributeError, so that ``hasattr`` says False, and an import
 that fails an ImportError, so that code which looks whether something is there goes on without it.
@@ -117,7 +117,7 @@ class MissingNameError(UnsupportedError, AttributeError):
 
 
 class MissingImportError(UnsupportedError, ImportError):
-    """The same of a name that was imported."""
+    """:class:`MissingNameError` for a name that was imported."""
 
 
 def _text(path: str) -> str:
@@ -140,7 +140,7 @@ def raise_missing(module: str) -> Callable[[str], NoReturn]:
 
 
 class _LastFinder:
-    """Asked for modules that no other finder found."""
+    """The finder of modules that no other finder found; it refuses them."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> None:

@@ -9,7 +9,7 @@ from zerocast.refit import Refit
 
 
 class EngineWeights:
-    """What ``BaseEngine.get_per_tensor_param`` and ``get_per_tensor_param_shard`` return, which a
+    """The result of ``BaseEngine.get_per_tensor_param`` and ``get_per_tensor_param_shard``, which a
     checkpoint engine's ``send_weights`` takes.
 
     Args:

@@ -1,4 +1,4 @@
-"""What torchtitan's options mean here: one scheme for a name, and which are refused."""
+"""Translates torchtitan's options: the scheme of each name, and the options that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TransformerEngine's users call ``te``: what these modules list."""
+"""The names of the modules below, which TransformerEngine's users import as ``te``."""
 
 from zerocast.compat.transformer_engine.missing import raise_missing
 from zerocast.compat.transformer_engine.pytorch import (

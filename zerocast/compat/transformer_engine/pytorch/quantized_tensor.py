@@ -149,7 +149,7 @@ def _attribute(field: str) -> property:
 
 
 class _Members:
-    """What quantized tensors get beside their buffers."""
+    """The attributes that quantized tensors get beside their buffers."""
 
     def _get_quantizer(self) -> Quantizer:
         """Make a quantizer that casts as this tensor was."""
