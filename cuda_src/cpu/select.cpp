@@ -2,8 +2,9 @@
 // share it.
 //
 // The errors of a row inside a block are summed from left to right, then the rows in a fixed order,
-// so whoever adds them gets the same sum. A register holds the same column of as many blocks side
-// by side when they are summed: no sum goes across it.
+// so whoever adds them gets the same sum. A register holds the same column of as many rows when
+// they are summed: no sum goes across it. They are the rows of one whole 16x16 block, which have
+// one scale and one table, or else one row of as many blocks side by side.
 //
 // Under one scale the codes of a block mean 8 magnitudes. They are made once a block; an element's
 // is looked up, by its code, in a register of them.
@@ -28,8 +29,20 @@ constexpr i64 ROWS = 16, COLS = 16;
 // Blocks side by side whose errors and tables are kept together: 25 KiB.
 constexpr i64 ACROSS = 128;
 
-// The smaller of each two, neither a NaN.
-ZEROCAST_FN Float smaller(Float a, Float b) { return Native::select((Int)(a < b), a, b); }
+// How many columns ahead whole blocks are asked for: in ROWS rows PREFETCH_AHEAD elements.
+constexpr i64 COLS_AHEAD = PREFETCH_AHEAD / ROWS;
+
+// The smaller of each two, neither a NaN. (Where one of them is constant, GCC compares and selects
+// for the generic form.)
+ZEROCAST_FN Float smaller(Float a, Float b) {
+#if defined(__AVX512F__)
+    return (Float)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Float)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return Native::select((Int)(a < b), a, b);
+#endif
+}
 
 // The errors of the rows inside blocks side by side, 0 of rows that there are not.
 struct RowErrors {
@@ -132,6 +145,19 @@ struct ErrorNumerics : FourOverSixNumerics {
         }
         return sum;
     }
+
+    // Of WIDTH rows inside block number b, under one of the scales; a register of `x` are the
+    // magnitudes of one of their columns.
+    template <int MAP>
+    static ZEROCAST_FN Float errors_of_rows(const BlockTables& tables, i64 b,
+                                            const Float (&x)[COLS]) {
+        Float sum{}, multiplier = Native::splat(tables.multipliers[MAP][b]);
+        for (int c = 0; c < COLS; c++) {
+            Float value = look_up<MAP>(tables.values[b], x[c] * multiplier);
+            sum = sum + error<SQUARED, Native>(x[c], value);
+        }
+        return sum;
+    }
 };
 
 // Calls work(numerics) with those of one tensor.
@@ -162,6 +188,12 @@ class PartialSelect {
                         strip.first_block / grid_.blocks_w());
         };
         auto work = [&](const Strip& strip, const Panel& panel) {
+            if (cut_ < 0 && panel.rows == ROWS && grid_.block_w == COLS
+                && panel.count % (W * COLS) == 0) {
+                for (i64 at = 0; at < strip.blocks; at += W)
+                    add_blocks(at, master_ + panel.element + at * COLS);
+                return;
+            }
             i64 row = panel.element / grid_.cols, col = strip.col + panel.col;
             for (i64 r = row; r < row + panel.rows; r++) {
                 // Registers begin at multiples of WIDTH blocks, as the candidates' scales do.
@@ -186,6 +218,36 @@ class PartialSelect {
     BlockTables tables_;
     RowErrors errors_;
 
+    static ZEROCAST_FN Float magnitudes(const T* x) {
+        Int bits = Native::bits(Rounding<Rounded, Native>::of_number(load(x)));
+        return Native::value(bits & MAGNITUDE_MASK);
+    }
+
+    // The errors of all rows inside WIDTH whole blocks, from number `at` of the strip on; `x` is
+    // where they begin.
+    ZEROCAST_FN void add_blocks(i64 at, const T* x) {
+        for (i64 row = 0; row < ROWS; row += W, x += W * grid_.cols) {
+            Float map4[W], map6[W];
+            for (i64 b = 0; b < W; b++) {
+                Float columns[COLS];
+                for (int r = 0; r < W; r++) {
+                    const T* from = x + r * grid_.cols + b * COLS;
+                    __builtin_prefetch(from + COLS_AHEAD, 0, 2);  // to L2: rows may share L1's sets
+                    for (int c = 0; c < COLS; c += W) columns[c + r] = magnitudes(from + c);
+                }
+                for (int c = 0; c < COLS; c += W) transpose_lanes<Native>(columns + c);
+                map4[b] = Numerics::template errors_of_rows<0>(tables_, at + b, columns);
+                map6[b] = Numerics::template errors_of_rows<1>(tables_, at + b, columns);
+            }
+            transpose_lanes<Native>(map4);
+            transpose_lanes<Native>(map6);
+            for (int r = 0; r < W; r++) {
+                Native::store(&errors_.map4[row + r][at], map4[r]);
+                Native::store(&errors_.map6[row + r][at], map6[r]);
+            }
+        }
+    }
+
     // The errors of one row inside WIDTH blocks, from number `at` of the strip on, as far as this
     // rank owns all of it: columns [col, end) of the row are its own.
     ZEROCAST_FN void add_row(const Strip& strip, i64 at, i64 row, i64 col, i64 end) {
@@ -200,10 +262,7 @@ class PartialSelect {
             x = copy;
         }
         Float magnitude[COLS];
-        for (int i = 0; i < COLS; i++) {
-            Int bits = Native::bits(Rounding<Rounded, Native>::of_number(load(x + i * W)));
-            magnitude[i] = Native::value(bits & MAGNITUDE_MASK);
-        }
+        for (int i = 0; i < COLS; i++) magnitude[i] = magnitudes(x + i * W);
         Float map4 = Numerics::template row_errors<0>(tables_, at, magnitude);
         Float map6 = Numerics::template row_errors<1>(tables_, at, magnitude);
         i64 in_block = row % grid_.block_h;
