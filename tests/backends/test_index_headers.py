@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from itertools import combinations, pairwise, product
+from dataclasses import astuple
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -53,11 +54,6 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
     return asked
 
 
-def numbers_of(grid: BlockGrid) -> tuple[int, int, int, int]:
-    """The fields of a ``Grid``."""
-    return grid.rows, grid.cols, grid.block_h, grid.block_w
-
-
 def drawn_grids(seed: int, count: int) -> Iterator[tuple[BlockGrid, Extent]]:
     """Small ones and large ones, each with an extent of some hundreds of elements, at odd places;
     of the large ones near 2^31, 2^32, 2^40 and 2^55 elements.
@@ -82,7 +78,7 @@ def test_a_grid_counts_its_blocks(ask) -> None:
     for grid in [*GRIDS, *large]:
         counts = [grid.numel, grid.blocks_h, grid.blocks_w, grid.num_blocks]
         errors = (3 * grid.block_h + 1) * grid.blocks_w * 2
-        assert ask("of_grid", *numbers_of(grid), 3, 1).tolist() == [*counts, errors], grid
+        assert ask("of_grid", *astuple(grid), 3, 1).tolist() == [*counts, errors], grid
 
 
 def test_a_place_is_found_where_the_list_has_it(ask) -> None:
@@ -120,7 +116,7 @@ def test_strips_visit_each_element_once_in_its_block(ask) -> None:
         col, col_end = (end * grid.block_w for end in ends)
         across = rng.choice([1, 2, 7, 512])
         region = extent.start, extent.end, col, col_end
-        calls = ask("strips", *numbers_of(grid), *region, across).reshape(-1, 9)
+        calls = ask("strips", *astuple(grid), *region, across).reshape(-1, 9)
         kinds, first, blocks, left, right, *_ = calls.T
         assert re.fullmatch("(01{1,3}2)*", "".join(map(str, kinds)))
         opened = np.maximum.accumulate(np.arange(len(kinds)) * (kinds == 0))
@@ -163,9 +159,8 @@ def test_threads_share_all_elements(ask) -> None:
             share = sum(end - begin for _, begin, end in had)
             assert abs(share - total / threads) <= 2 * max((g for *_, g in spans), default=0) + 1
         for (start, end, granule), found in zip(spans, pieces, strict=True):
-            assert all(a[1] == b[0] and a[1] % granule == 0 for a, b in pairwise(found))
-            bounds = [start, end] if start < end else []
-            assert [*found[0][:1], *found[-1][1:]] == bounds if found else not bounds
+            assert [*(begin for begin, _ in found), end] == [start, *(end for _, end in found)]
+            assert all(cut % granule == 0 for cut, _ in found[1:])
 
 
 def test_as_many_threads_as_the_work_is_worth(ask) -> None:
@@ -183,42 +178,36 @@ def test_threads_share_no_block_and_no_byte(ask) -> None:
     else, and of one block, at multiples of 128. No cut is odd.
     """
     blocks = [(1, 16), (1, 32), (16, 16), (32, 1), (1, 128), (128, 1), (3, 16), (1, 7), (2, 1)]
-    for rowwise, columnwise, cols, threads, has_second in product(
-        blocks, blocks, (33, 64), (1, 3), (0, 1)
-    ):
-        for rows in (1, 12, 400, 2**31):
-            grids = BlockGrid(rows, cols, *rowwise), BlockGrid(rows, cols, *columnwise)
-            start, end = rows * cols // 3 // 2 * 2, rows * cols - rows // 2
-            numbers = [*numbers_of(grids[0]), *numbers_of(grids[1])]
-            begin, stop, granule, height, between, both = ask(
-                "cut_of", *numbers, has_second, start, end, threads
-            ).tolist()
-            assert (begin, stop) == (start, end)
-            heights = [rowwise[0], columnwise[0]] if has_second else [rowwise[0]]
-            most, least = max(heights), min(heights)
-            assert height == cols * (most if most % least == 0 else most * least)
-            several = has_second or grids[0].num_blocks > 1
-            assert between == (several and (end - start) // height >= 4 * threads)
-            assert granule == (height * (1 + height % 2) if between else 128)
-            lines = rowwise[0] == 1 and rowwise[1] >= 16 and columnwise[1] == 1
-            assert both == bool(has_second and lines)
+    shapes = product((1, 12, 400, 2**31), (33, 64), blocks, blocks)
+    for (rows, cols, one, other), threads, has_second in product(shapes, (1, 3), (0, 1)):
+        grids = BlockGrid(rows, cols, *one), BlockGrid(rows, cols, *other)
+        start, end = rows * cols // 3 // 2 * 2, rows * cols - rows // 2
+        numbers = [*astuple(grids[0]), *astuple(grids[1]), has_second, start, end, threads]
+        begin, stop, granule, height, between, both = ask("cut_of", *numbers).tolist()
+        assert (begin, stop) == (start, end)
+        heights = [one[0], other[0]] if has_second else [one[0]]
+        most, least = max(heights), min(heights)
+        assert height == cols * (most if most % least == 0 else most * least)
+        several = has_second or grids[0].num_blocks > 1
+        assert between == (several and (end - start) // height >= 4 * threads)
+        assert granule == (height * (1 + height % 2) if between else 128)
+        assert both == bool(has_second and one[0] == 1 and one[1] >= 16 and other[1] == 1)
 
 
 def layouts() -> Iterator[ScaleLayout]:
     """Stored planes of all kinds."""
-    for rows, cols, (h, w) in product((1, 5, 17, 70), (1, 7, 33, 160), BLOCKS[1:]):
-        grid = BlockGrid(rows, cols, h, w)
-        for multiples in ((1, 1), (4, 128), (128, 4)):
-            for transposed in (False, True):
-                yield ScaleLayout(grid, h, *multiples, 77, transposed=transposed)
-                yield ScaleLayout(grid, 1, *multiples, 77, w, transposed=transposed)
-                yield ScaleLayout(grid, 1, *multiples, 77, transposed=transposed)
+    grids = product((1, 5, 17, 70), (1, 7, 33, 160), BLOCKS[1:])
+    multiples = (1, 1), (4, 128), (128, 4)
+    for (rows, cols, (h, w)), padded, transposed in product(grids, multiples, (False, True)):
+        for down, right in ((h, 1), (1, w), (1, 1)):
+            grid = BlockGrid(rows, cols, h, w)
+            yield ScaleLayout(grid, down, *padded, 77, right, transposed=transposed)
 
 
 def fields_of(layout: ScaleLayout) -> list[int]:
     """The numbers of a ``ScalePlane``."""
     repeats = [layout.row_repeat, layout.col_repeat, layout.transposed]
-    return [*numbers_of(layout.grid), *repeats, layout.rows, layout.cols, *layout.shape, 77]
+    return [*astuple(layout.grid), *repeats, layout.rows, layout.cols, *layout.shape, 77]
 
 
 def test_stored_scales_stand_where_the_layout_says(ask) -> None:
@@ -297,7 +286,7 @@ def test_every_thread_works_in_a_narrow_tile(ask, cols: int) -> None:
     """Of a whole tile of 16 rows all 128 threads have as many vectors, and all whole."""
     grid = BlockGrid(16, cols, 16, 16)
     (tile,) = tiling.shard_tiles([0], [grid], [Extent(0, grid.numel)]).tolist()
-    answer = ask("of_tile", *numbers_of(grid), 0, grid.numel, 4096, *tile)
+    answer = ask("of_tile", *astuple(grid), 0, grid.numel, 4096, *tile)
     of_thread = answer[2:].reshape(128, 16, 12)[:, :, 4::2].sum((1, 2))
     assert of_thread.tolist() == [grid.numel // 128] * 128
 
@@ -325,7 +314,7 @@ def assert_visited(
     found = [np.empty(0, np.int64)]
     for number, tile in enumerate(tiles):
         address = (4096, 4104)[number % 2]
-        answer = ask(function, *numbers_of(grid), extent.start, extent.end, address, *tile)
+        answer = ask(function, *astuple(grid), extent.start, extent.end, address, *tile)
         keep, aligned = answer[:2].tolist()
         vectors = answer[2 : -1 if second else None].reshape(-1, 12)
         at, whole, some, cut_off = vectors[:, :4].T
