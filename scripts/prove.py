@@ -16,7 +16,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import time
@@ -41,17 +40,12 @@ from zerocast.backends.cuda import CudaBackend  # noqa: E402
 from zerocast.costs.tables import markdown  # noqa: E402
 from zerocast.numerics import Backend  # noqa: E402
 
-OPERATIONS = ["partial_amax", "partial_amax_cast", "compute_scale", "partial_cast"]
-"""Those that claims run: of cuda_src they count, with what they include."""
-OTHERS = (
-    "CMakeLists.txt", "tests/cuda_emulation/*.*", "tests/oracles/finite_domains.py",
-    "tests/oracles/scalar_*.py",
-    "zerocast/formats/*.py", "zerocast/numerics/*.py", "zerocast/backends/reference/*.py",
-    "zerocast/backends/tables.py", "zerocast/backends/subnormals.py", "zerocast/backends/cpu.py",
-    "zerocast/backends/cuda/backend.py", "zerocast/backends/cuda/cuts.py",
+SOURCES = (
+    "CMakeLists.txt", "cuda_src/*/*.*", "zerocast/backends/**/*.py", "zerocast/formats/*.py",
+    "zerocast/numerics/*.py", "zerocast/recipes/*.py", "tests/cuda_emulation/*.*",
+    "tests/oracles/finite_domains.py", "tests/oracles/scalar_*.py",
 )  # fmt: skip
-"""What else counts: how they are compiled, what chooses one and tells it the numerics, and the
-reference's own arithmetic and that of the claims. Not what divides work, or moves bytes."""
+"""Files that may decide which bytes the claims see: what was visited holds for these alone."""
 CHUNK = 128
 """Items that are visited, and noted in the file, at once."""
 
@@ -98,22 +92,11 @@ def visit(chunk: tuple[str, str, int, int]) -> Visited:
     return Visited(*chunk, pairs, time.process_time() - begin, hash_of_arithmetic())
 
 
-def sources() -> set[Path]:
-    """The files that decide which bytes the claims see: what was visited holds for these alone."""
-    found = {path for pattern in OTHERS for path in ROOT.glob(pattern)}
-    left = [path for name in OPERATIONS for path in ROOT.glob(f"cuda_src/*/{name}.c*")]
-    while left:
-        if (path := left.pop()) not in found:
-            found.add(path)
-            included = re.findall(r'#include "(.+)"', path.read_text())
-            left += [ROOT / "cuda_src" / name for name in included]
-    return found
-
-
 @cache
 def hash_of_arithmetic() -> str:
-    """Of :func:`sources`."""
-    contents = b"".join(path.read_bytes() for path in sorted(sources()))
+    """Of :data:`SOURCES`."""
+    files = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
+    contents = b"".join(path.read_bytes() for path in files)
     return hashlib.sha256(contents).hexdigest()[:16]
 
 
