@@ -28,7 +28,8 @@ class Replacements:
         on_pip: its name for pip.
         version: one whose functions are known.
         find: imports the other package and returns what is to be replaced there.
-        importers: how the names of modules begin that may have imported a function by its name.
+        importers: the beginnings of the names of modules that may have imported a function by its
+            name.
     """
 
     ours: str

@@ -24,7 +24,7 @@ from zerocast.tensors.digest import digests
 Weights: TypeAlias = (
     "torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | tuple[str, torch.Tensor]]"
 )
-"""What :func:`verify` accepts."""
+"""The types that :func:`verify` accepts."""
 
 _WEIGHTS_NAMED = 5
 """The number of weights that a message describes; it counts the others."""

@@ -18,7 +18,9 @@ import torch  # noqa: F401  (loads torch's OpenMP runtime first, so that the lib
 from zerocast.errors import BackendError
 
 INTERFACE = 19
-"""What this Python expects of the library's functions and tables: ``zerocast_cpu_interface()``."""
+"""The number of the interface of functions and tables that this Python code calls; the library
+returns its own from ``zerocast_cpu_interface()``.
+"""
 
 LIBRARY = "libzerocast_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 

@@ -31,9 +31,9 @@ class Share:
     """The part of a tensor that this rank has.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        pieces: by box, tensors of the box's sizes; none where this rank has no element.
+        shape: the shape of the whole tensor.
+        dtype: the dtype of its elements.
+        pieces: tensors of the sizes of boxes, by box; none where this rank has no element.
         flat: of :meth:`like` and :meth:`of_range` the tensor that the pieces are views of, in
             order.
     """

@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What its elements take."""
+        """The bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -61,7 +61,7 @@ class FileInfo:
         name: in the directory.
         num_bytes: its length.
         begin: where the first block begins; not 0 where the manifest is in the file's own header.
-        digests: of each block.
+        digests: the digests of each block.
     """
 
     name: str

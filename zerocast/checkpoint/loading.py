@@ -25,11 +25,11 @@ class Loaded:
     """What :func:`load` returns: what a user saved beside the training.
 
     Attributes:
-        extra: what was given to ``save`` under this name.
+        extra: the ``extra`` that was given to ``save``.
         of_rank: what this rank gave; None where another number of ranks saved, whose parts of the
             data and random numbers are not this rank's.
         steps: that were made, of a ZeroOptimizer.
-        ranks: how many saved.
+        ranks: the number of ranks that saved.
     """
 
     extra: dict[str, Any]
@@ -55,7 +55,7 @@ def load(
         path: the directory or file.
         optimizer: made as that which was saved, of the same weights under the same recipes.
         model: as for ``save``.
-        group: of a torch optimizer the ranks; all by default.
+        group: the ranks of a torch optimizer; all by default.
 
     Returns:
         What was saved beside the training.

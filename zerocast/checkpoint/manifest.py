@@ -35,13 +35,13 @@ FORMAT = 1
 NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 KEY = "zerocast_checkpoint"
-"""Under which a file has its manifest in its metadata."""
+"""The key of the manifest in the metadata of a file."""
 
 OWN_FILES = re.compile(r"[0-9a-f]{16}-rank\d{5,}(\.safetensors|\.json)|\.[0-9a-f]{16}.*\.draft")
 """The names that saves give to their files, by which those of a killed save are found."""
 
 DAMAGED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
-"""What reading JSON that is not as it was written raises."""
+"""The errors that reading damaged JSON raises."""
 
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -70,11 +70,11 @@ class Manifest:
 
     Attributes:
         saved: the id of the save.
-        ranks: how many saved it.
-        versions: of zerocast, its numerics and torch.
-        tensors: by name.
-        training: what was saved, in JSON values.
-        digest: of a checkpoint that was read, text by which ranks compare what they have read.
+        ranks: the number of ranks that saved it.
+        versions: the versions of zerocast, its numerics and torch.
+        tensors: the tensors by name.
+        training: the description of the training, in JSON values.
+        digest: a text by which ranks compare the checkpoint that they have read.
     """
 
     saved: str

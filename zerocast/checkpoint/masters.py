@@ -86,7 +86,7 @@ class MasterTraining:
 
     @property
     def _gathers(self) -> dict[str, LowBitAllGather]:
-        """By name, those of the masters that FSDP2 gathers in codes."""
+        """The masters that FSDP2 gathers in codes, by name."""
         found = {name: gather_of(param) for name, param in self._params.items()}
         return {name: gather for name, gather in found.items() if gather is not None}
 

@@ -15,7 +15,7 @@ from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import ZerocastError
 
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
-"""By optimizer, a save that has not been waited for."""
+"""The saves that have not been waited for, by optimizer."""
 
 
 class PendingSave:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import (
 from zerocast.checkpoint.boxes import Box, Share
 
 Shares = Mapping[str, Share]
-"""By name, what this rank has of each tensor."""
+"""The part of each tensor that this rank has, by name."""
 
 
 class SharePlanner(DefaultSavePlanner):

@@ -58,7 +58,7 @@ def save(
             the training.
             The next call with this optimizer waits for it and raises what went wrong; so does the
             result's ``wait()``. Only into a directory.
-        group: of a torch optimizer the ranks; all by default.
+        group: the ranks of a torch optimizer; all by default.
 
     Returns:
         The save under way, if ``asynchronous``.

@@ -73,7 +73,7 @@ class Writer(StorageWriter):
     Args:
         path: the directory; it is made where it does not exist.
         training: what the checkpoint says beside its tensors, in JSON values.
-        versions: of what saved it.
+        versions: the versions of the packages that saved it.
         saved: the id of the save; a new one by default.
     """
 
@@ -181,7 +181,7 @@ class Reader(StorageReader):
 
     @property
     def manifest(self) -> Manifest:
-        """What the checkpoint says of itself.
+        """The manifest of the checkpoint.
 
         Raises:
             InputError: as :func:`zerocast.checkpoint.manifest.read_manifest`.

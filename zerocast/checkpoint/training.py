@@ -41,7 +41,7 @@ class Contents:
     Attributes:
         said: JSON values; equal on all ranks, but for ``said["state"]``, of which each rank has
             that of the weights of which it holds elements.
-        shares: by name, what it has of each tensor.
+        shares: the part that it has of each tensor, by name.
     """
 
     said: dict[str, Any]
@@ -74,7 +74,7 @@ class Saved:
 
     Attributes:
         said: as the training that saved it said of itself.
-        tensors: of the checkpoint, by name.
+        tensors: the tensors of the checkpoint, by name.
         shares: by name, the parts that this rank needs; filled before :meth:`Training.prepare`.
     """
 

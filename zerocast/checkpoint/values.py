@@ -2,7 +2,7 @@
 values.
 
 What JSON has no form for keeps its type by a tag: ``{"$tuple": [...]}``, ``{"$dict": [[key, value],
-...]}`` where a key is no text, ``{"$counter": ...}`` likewise, ``{"$tensor": name}``. Floats are
+...]}`` where a key is not text, ``{"$counter": ...}`` likewise, ``{"$tensor": name}``. Floats are
 written with all their digits, so that the same bits are read again.
 """
 

@@ -40,7 +40,8 @@ class Planned:
     Attributes:
         saved: the id of the save.
         said: what the checkpoint says beside its tensors.
-        plans: by rank, the pieces that it writes; of what several have, one does.
+        plans: the pieces that each rank writes, by rank; a piece that several ranks have is written
+            by one.
         metadata: DCP's, of all tensors.
         planner: has this rank's pieces.
     """

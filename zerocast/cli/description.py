@@ -26,7 +26,7 @@ class Description:
 
     Attributes:
         name, shape, dtype: to torch; of a quantized weight the nominal ones.
-        recipe: of a quantized weight; else empty.
+        recipe: the recipe of a quantized weight; else empty.
         nbytes: all that is stored.
         amax: the largest finite magnitude of the values.
         codes: the smallest and largest value of codes, without scales.
@@ -34,10 +34,10 @@ class Description:
         saturated: the share of codes at the largest magnitude of their format. A cast maps the amax
             of each block there or near it, so it is not zero.
         zeros: the share of elements that are zero.
-        not_finite: how many values, or scales, are NaN or infinite.
+        not_finite: the number of values, or scales, that are NaN or infinite.
         bars: a histogram of magnitudes, as shares: of codes by value (4 bits) or by exponent
             (8 bits), of plain values by power of two.
-        labels: what each bar stands for.
+        labels: the texts of the bars.
     """
 
     name: str

@@ -58,9 +58,9 @@ class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
-        name: of what was looked at.
+        name: the name of the thing that was checked.
         status: "ok", "missing", "slow" or "wrong".
-        text: what was found, and what to do where something is to be done.
+        text: the result of the check, and what to do where something must be done.
     """
 
     name: str

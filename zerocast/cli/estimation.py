@@ -90,7 +90,7 @@ def fit(path: Path, recipe: str, ranks: int) -> tuple[str, int]:
 
     Args:
         path: the file.
-        recipe: of the weights, by its name.
+        recipe: the name of the weights' recipe.
         ranks: threads of this process that play the ranks.
 
     Raises:

@@ -31,8 +31,8 @@ class Fault:
         described: the header's.
         name: the weight's.
         owners: the ranks that own elements of it, and which.
-        title: of which weight it is, and who held it.
-        tensors: by name.
+        title: the name of the weight, and the ranks that held it.
+        tensors: the tensors of the file, by name.
 
     Raises:
         InputError: where the cast cannot be repeated here.
@@ -92,7 +92,7 @@ class Fault:
                 del self.held.buffers[name]
 
     def weight(self) -> QuantizedStorage:
-        """As it was before the cast."""
+        """The weight as it was before the cast."""
         made = QuantizedStorage.empty(
             self._shape, self._dtype, self._recipe, torch.device("cpu"),
             columnwise=bool(self.described["columnwise"]), tp_shard=self._tp_shard,
@@ -104,14 +104,16 @@ class Fault:
         return made
 
     def cast_whole(self, backend: str) -> QuantizedStorage:
-        """By this backend."""
+        """Cast the whole weight by this backend."""
         made = self.weight()
         with use_backend(backend):
             quantize_into(made, self.tensors["master"], least=self.tensors["amaxes"].view(-1))
         return made
 
     def cast_sharded(self) -> list[QuantizedStorage]:
-        """From the shards of the ranks that own some, on threads; what each then holds."""
+        """Cast on threads, one for each rank that owns a shard; return what each rank then
+        holds.
+        """
         flat = self.tensors["master"].view(-1)
 
         def on_rank(comm: Communicator) -> QuantizedStorage:

@@ -30,7 +30,7 @@ _DIGEST_WORDS = 5
 
 
 _WRONG_ARGUMENT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What Python and torch raise for an argument that was not checked."""
+"""The exceptions that Python and torch raise for an argument that was not checked."""
 
 
 class Attempt:

@@ -18,14 +18,16 @@ from zerocast.arguments import check_integer, why_no_memory
 from zerocast.errors import InputError
 
 Parts: TypeAlias = Sequence[int] | None
-"""How many elements of a buffer are each rank's part, in rank order; None means equal parts."""
+"""The number of elements of a buffer that are each rank's part, in rank order; None means equal
+parts.
+"""
 
 _DTYPES = {
     "all_reduce_max_": (torch.int32,),
     "all_reduce_sum_": (torch.float32, torch.float64, torch.int32, torch.int64),
     "reduce_scatter_sum": (torch.float32,),
 }
-"""What each collective can reduce."""
+"""The dtypes that each collective can reduce."""
 
 
 def reduce_operand(what: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -183,7 +185,7 @@ def broadcast_operand(buffer: torch.Tensor, root: int, size: int) -> torch.Tenso
     """Return ``buffer`` of a broadcast as bytes.
 
     Raises:
-        InputError: where it is not contiguous, or ``root`` is no rank of the group.
+        InputError: where it is not contiguous, or ``root`` is not a rank of the group.
     """
     flat = as_bytes("broadcast_", buffer)
     check_integer("broadcast_'s root, a rank of this group,", root, 0, size - 1)

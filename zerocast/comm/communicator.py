@@ -27,7 +27,7 @@ class Communicator(ABC):
     Attributes:
         rank: this rank's place, 0 to ``size - 1``.
         size: the number of ranks.
-        timeout: how many seconds a collective waits for other ranks. Then it raises
+        timeout: the seconds that a collective waits for other ranks. Then it raises
             :class:`zerocast.PeerTimeoutError`, and so do those of all ranks that can still be
             reached; the group makes no further collective.
     """

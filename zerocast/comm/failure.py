@@ -46,7 +46,7 @@ class Said:
             because a connection is lost; :data:`LATE`, it called a collective after others had
             given up; :data:`RAISED`, an exception ended its work; :data:`MISMATCH`, it has seen two
             ranks call different collectives; :data:`LEFT`, its process ends.
-        count: how many collectives of the group it has begun.
+        count: the number of collectives of the group that it has begun.
         text: the collective, or the message.
     """
 
@@ -85,8 +85,8 @@ def peer_error(
     Args:
         call: the collective that this rank waits in.
         count: its place among the group's collectives.
-        size: of the group.
-        said: by rank the state that it has told, this rank's included.
+        size: the size of the group.
+        said: the states that ranks have told, by rank, this rank's included.
         timeout: the communicator's.
         seen: the transport's own message, if there is one.
     """

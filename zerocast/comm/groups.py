@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Group: TypeAlias = "Communicator | MPI.Intracomm | dist.ProcessGroup | DeviceMesh | None"
-"""What :func:`as_communicator` accepts."""
+"""The types that :func:`as_communicator` accepts."""
 
 _NOT_A_MEMBER: object = dist.GroupMember.NON_GROUP_MEMBER
 

@@ -38,14 +38,14 @@ _GRAIN = 1 << 15
 
 
 _Signature: TypeAlias = tuple[Any, ...]
-"""What must be equal on all ranks: a collective's name alone, or name, dtype, shape and None or the
-counts or the root."""
+"""The values that must be equal on all ranks: a collective's name alone, or name, dtype, shape and
+None or the counts or the root."""
 
 _Fill: TypeAlias = Callable[[torch.Tensor, list[torch.Tensor]], None]
 """``fill(result, tensors)`` writes one rank's share of a result from all ranks' tensors."""
 
 _DETAILS = {"all_gather_": "counts", "broadcast_": "root"}
-"""What the last item of a signature is called in messages."""
+"""The name of the last item of a signature, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Call:
     """A rank's contribution to a collective.
 
     Attributes:
-        signature: of the collective.
+        signature: the signature of the collective.
         brought: a tensor or an object, this rank's own.
     """
 
@@ -245,7 +245,7 @@ def run_in_process(
 
     Args:
         world_size: the number of ranks, 1 or more.
-        timeout: how many seconds a rank waits for the others in a collective. Once a rank has
+        timeout: the seconds that a rank waits for the others in a collective. Once a rank has
             failed, a rank that does not return within this time is left running in its (daemon)
             thread.
 

@@ -61,7 +61,7 @@ class MpiCommunicator(ProcessCommunicator):
 
     Args:
         comm: the intracommunicator; None means ``MPI.COMM_WORLD``. The caller frees it.
-        timeout: how many seconds a collective waits for other ranks.
+        timeout: the seconds that a collective waits for other ranks.
         chunk: the most items that one MPI call moves.
         cuda_aware: whether this MPI library takes addresses of a GPU's memory, which cannot be
             asked of it. A library that does not take them ends the process.

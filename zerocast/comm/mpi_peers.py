@@ -80,9 +80,9 @@ class MpiPeers(Peers):
         """Begin a collective; return what waits for it.
 
         Args:
-            call: what it is, the same on every rank.
+            call: the text of the collective, the same on every rank.
             begin: begins it and returns its requests.
-            memory: what MPI reads and writes until it is over.
+            memory: the buffers that MPI reads and writes until it is over.
             timeout: seconds to wait for others.
             reduces: whether values are reduced, which MPI cannot do with another collective's data:
                 then no rank begins before all have called it.

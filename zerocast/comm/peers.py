@@ -39,11 +39,11 @@ class Call:
     """A collective that this rank makes.
 
     Attributes:
-        text: what it is, the same on every rank.
+        text: a description of the call, the same on every rank.
         count: its place among the group's collectives.
         timeout: seconds to wait for others.
         begun: when this rank called it.
-        requests: of all that is sent and received for it.
+        requests: the requests of all that is sent and received for it.
         heard_at: when this rank was told that another makes no further collectives.
     """
 

@@ -35,7 +35,7 @@ class Traffic:
     """A sum over collectives.
 
     Attributes:
-        calls: how many.
+        calls: the number of calls.
         payload_bytes: the buffers that they were called on.
         sent_bytes: what this rank sends, see "Note: bytes sent".
         seconds: wall time inside the calls on the host, waiting for slower ranks included.

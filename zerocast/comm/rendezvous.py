@@ -27,7 +27,7 @@ class ThreadWorld:
     """All ranks of one run.
 
     Attributes:
-        size: how many ranks started.
+        size: the number of ranks that started.
         timeout: the seconds that a rank waits for others.
         released: the ranks that raised :class:`PeerFailedError`.
         broken_at: when no further rendezvous could take place, by ``time.monotonic``.
@@ -115,7 +115,7 @@ class ThreadGroup:
     """A group of a world's ranks.
 
     Args:
-        world: whose ranks they are.
+        world: the world that the ranks belong to.
         members: their ranks in the world; a member's place in this list is its rank in the group.
     """
 

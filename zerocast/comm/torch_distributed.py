@@ -37,7 +37,7 @@ class TorchDistributedCommunicator(ProcessCommunicator):
 
     Args:
         group: the group; this process is a member of it.
-        timeout: how many seconds a collective waits for other ranks, which becomes the group's own
+        timeout: the seconds that a collective waits for other ranks, which becomes the group's own
             timeout. None means the one that it has, by ``init_process_group`` or ``new_group``.
     """
 

@@ -56,9 +56,9 @@ class TorchPeers(Peers):
         """Begin a collective; return what waits for it.
 
         Args:
-            call: what it is, the same on every rank.
+            call: the text of the collective, the same on every rank.
             begin: begins it.
-            memory: what torch reads and writes until it is over.
+            memory: the buffers that torch reads and writes until it is over.
             timeout: seconds to wait for others.
             is_gloo: whether gloo does it.
 

@@ -16,7 +16,7 @@ from zerocast.backends.launches import nothing
 from zerocast.numerics import Launch, Masters, Numerics, Operands, TensorOperand
 
 BACKENDS: dict[str, type[CpuBackend | CudaBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
-"""Those whose launches can be counted."""
+"""The backends whose launches can be counted."""
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Work:
     """A sum over launches.
 
     Attributes:
-        launches: how many.
-        nbytes: what they read and write.
+        launches: the number of launches.
+        nbytes: the bytes that they read and write.
     """
 
     launches: int = 0
@@ -39,7 +39,7 @@ class CountingBackend:
         name: one of :data:`BACKENDS`, which reads masters once or twice.
 
     Attributes:
-        work: by the name of an operation, what its launches add up to.
+        work: the sum of the launches of each operation, by its name.
     """
 
     def __init__(self, name: str) -> None:

@@ -40,8 +40,9 @@ class StepOptions:
     """Options of :class:`zerocast.optim.ZeroOptimizer`, of the same names, and of its step.
 
     Attributes:
-        optimizer_class: whose state is counted.
-        backward_passes: of a step, each of which sends gradients with ``overlap_grad_reduce``.
+        optimizer_class: the class whose state is counted.
+        backward_passes: the number of backward passes of a step, each of which sends gradients with
+            ``overlap_grad_reduce``.
         exchange: as for :class:`zerocast.CastPlan`; ZeroOptimizer's is "boundary".
         device: "cuda" or "cpu": where the step would run.
     """
@@ -64,12 +65,12 @@ class DryRun:
         params: names and weights, as ``model.named_parameters()`` gives them of a model on the meta
             device, quantized ones (:func:`zerocast.nn.convert`) and plain ones.
         rank, size: which of how many data-parallel ranks.
-        options: of the optimizer.
+        options: the options of the optimizer.
 
     Attributes:
         comm: has counted what this rank sends to the others, by what it is.
         tp_comms: the same for groups of tensor parallelism that record.
-        work: what is launched, and the bytes that it reads and writes, by operation.
+        work: the launches, and the bytes that they read and write, by operation.
         memory: bytes that this rank holds, by what they are.
     """
 

@@ -38,11 +38,11 @@ class Estimate:
 
     Attributes:
         dp, tp: data-parallel and tensor-parallel ranks.
-        elements: of the weights that a data-parallel rank has.
-        traffic: what the rank sends to data-parallel ranks, by what it is and the kind of
-            collective.
+        elements: the number of elements of the weights that a data-parallel rank has.
+        traffic: the bytes that the rank sends to data-parallel ranks, by what they are and the kind
+            of collective.
         tp_traffic: the same to ranks of tensor parallelism.
-        work: what is launched, and the bytes that it reads and writes, by operation.
+        work: the launches, and the bytes that they read and write, by operation.
         memory: bytes that the rank holds, by what they are.
     """
 
@@ -103,8 +103,9 @@ def estimate(
             :func:`zerocast.nn.convert`.
         dp: the data-parallel ranks, 1 to 2^20.
         rank: which of them.
-        tp: of how many ranks of tensor parallelism the weights are what one has.
-        options: of the optimizer and its step.
+        tp: the number of ranks of tensor parallelism; the weights are the part that one of them
+            has.
+        options: the options of the optimizer and its step.
 
     Raises:
         InputError: for a wrong argument, or a weight that ZeroOptimizer would refuse.
@@ -145,7 +146,7 @@ def estimate_model(
 
     Args:
         model: one of :data:`zerocast.costs.MODELS`, or a ``config.json`` of transformers.
-        recipe: of its linear layers and experts; None leaves all weights BF16.
+        recipe: the recipe of its linear layers and experts; None leaves all weights BF16.
         dp, rank, options: as for :func:`estimate`.
         tp: the ranks of tensor parallelism, of which the first one is estimated.
         filter_fqns: the layers that stay BF16, as for :func:`zerocast.nn.convert`.

@@ -41,7 +41,7 @@ class Check:
     """A phase of a step that was not used for fitting, with its time and its estimate.
 
     Attributes:
-        phase: its name.
+        phase: the name of the phase.
         measured, estimated: seconds, medians over steps and means over ranks.
     """
 
@@ -57,7 +57,7 @@ def fit(comm: Communicator, recipe: Recipe | str = "nvfp4") -> tuple[Machine, li
 
     Args:
         comm: the ranks, two or more for the costs of collectives.
-        recipe: of the weights.
+        recipe: the recipe of the weights.
 
     Returns:
         The machine, and for each phase of a step what was measured and what the machine says; the

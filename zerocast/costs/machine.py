@@ -53,11 +53,13 @@ class Machine:
     """The costs of one kind of machine.
 
     Attributes:
-        name: what it is and where its numbers come from.
-        network: of a collective that :attr:`collectives` does not name.
-        memory: of a phase that :attr:`phases` does not name.
-        collectives: by kind, as :class:`zerocast.comm.RecordingCommunicator` names them.
-        phases: by name, as :attr:`zerocast.optim.ZeroOptimizer.phases` names them.
+        name: the name of the machine, and the source of its numbers.
+        network: the cost of a collective that :attr:`collectives` does not name.
+        memory: the cost of a phase that :attr:`phases` does not name.
+        collectives: the costs of collectives by kind, as
+            :class:`zerocast.comm.RecordingCommunicator` names them.
+        phases: the costs of phases by name, as :attr:`zerocast.optim.ZeroOptimizer.phases` names
+            them.
     """
 
     name: str

@@ -20,7 +20,7 @@ def draw(by_ranks: Sequence[Estimates], machine: Machine, title: str, path: Path
 
     Args:
         by_ranks: the estimates of one number of ranks each.
-        machine: whose seconds are shown.
+        machine: the machine whose seconds are shown.
         title: above them.
         path: the file.
 

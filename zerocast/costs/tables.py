@@ -9,7 +9,7 @@ from zerocast.costs.estimation import Estimate
 from zerocast.costs.machine import Machine
 
 Estimates = Mapping[str, Estimate]
-"""By the name of what is compared."""
+"""Results by the name of what is compared."""
 
 
 def tables(estimates: Estimates, machine: Machine) -> str:

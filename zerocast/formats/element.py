@@ -24,8 +24,8 @@ class ElementFormat:
         name: the field's name for it, such as ``"e4m3"``.
         exponent_bits, mantissa_bits: field widths; with the sign they make ``bits``.
         max: the largest finite value. Larger magnitudes and infinities saturate to it.
-        max_code: its code, with the sign bit clear.
-        nan_code: what every NaN becomes, whatever its sign.
+        max_code: the code of :attr:`max`, with the sign bit clear.
+        nan_code: the code of every NaN, whatever its sign.
     """
 
     name: str

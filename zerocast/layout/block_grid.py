@@ -123,7 +123,7 @@ class ScaleLayout:
             reads one row of scales a row of codes (NVFP4), else 1. Repeats past the matrix's last
             row are padding, not scale.
         col_repeat: the same to the right: ``grid.block_w`` or 1.
-        row_multiple, col_multiple: what the stored dimensions are padded to.
+        row_multiple, col_multiple: the multiples to which the stored dimensions are padded.
         padding: the value (FP32 scales) or the code (uint8 scales) of entries that belong to no
             block.
         transposed: whether the plane is stored the other way round.

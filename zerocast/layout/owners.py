@@ -36,7 +36,7 @@ class Owners:
         """Return the owners of so many weights.
 
         Args:
-            weights: how many there are.
+            weights: the number of weights.
             shards: int64 [shards, 4] on the CPU, in any order, some of them empty: weight, rank,
                 start and end.
         """

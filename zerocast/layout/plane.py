@@ -35,8 +35,8 @@ class Plane:
     Attributes:
         name: which one it is.
         source: where its codes come from.
-        block: what its blocks are as high and as wide as, over the matrix of :attr:`grid`.
-        scales: how its scales are stored.
+        block: the height and width of its blocks, over the matrix of :attr:`grid`.
+        scales: the layout of its scales.
     """
 
     name: Literal["rowwise", "columnwise"]

@@ -52,11 +52,11 @@ class CutBlocks:
     boundary.
 
     Args:
-        planes: of each the place of its weight among those of ``owners``, and its blocks.
-        owners: of the weights.
+        planes: for each plane the place of its weight among those of ``owners``, and its blocks.
+        owners: the owners of the weights.
 
     Attributes:
-        count: how many blocks are cut, on all ranks together.
+        count: the number of blocks that are cut, on all ranks together.
     """
 
     def __init__(self, planes: Sequence[tuple[int, BlockGrid]], owners: Owners) -> None:

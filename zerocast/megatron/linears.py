@@ -26,7 +26,7 @@ def quantize_linears(
 
     Args:
         model: modules of Megatron-Core, before ``DistributedDataParallel`` wraps them.
-        recipe: of the weights, or its name. Weights hold rowwise codes alone.
+        recipe: the recipe of the weights, or its name. Weights hold rowwise codes alone.
         skip: names of layers, or patterns of these with ``*`` and ``?``, that stay as they are.
         first_last_layers_bf16: leave out the transformer layers at both ends, as many as their
             configuration says in ``num_layers_at_start_in_bf16`` and ``num_layers_at_end_in_bf16``.

@@ -46,7 +46,7 @@ class Product(Enum):
 
     @property
     def title(self) -> str:
-        """Its name in sentences."""
+        """The name of the product, for sentences."""
         return self.name.lower().replace("_", " ")
 
 
@@ -55,8 +55,8 @@ class Side:
     """The description of one operand of a product, without its bytes.
 
     Attributes:
-        recipe: of the quantized tensor.
-        shape: of its matrix, [M, K].
+        recipe: the recipe of the quantized tensor.
+        shape: the shape of its matrix, [M, K].
         columnwise: whether the product reads the columnwise copy, so that the contraction runs
             over M.
     """
@@ -106,8 +106,8 @@ class Kind:
     Attributes:
         name: as the module's documentation lists it.
         oldest, newest: the compute capabilities that have it.
-        multiple: what the contraction must be a multiple of: 16 bytes of codes.
-        dtypes: of the result.
+        multiple: the number that the contraction must be a multiple of: 16 bytes of codes.
+        dtypes: the dtypes of the result.
         needs_functional: whether ``torch.nn.functional.scaled_mm`` is needed.
     """
 
@@ -193,7 +193,7 @@ def _unfit(kind: Kind, a: Side, b: Side, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The implementation that computes a product, and the reason for it.
+    """The engine of one product, and why the library does not compute it.
 
     Attributes:
         kind: the library's GEMM, or None for decoding.

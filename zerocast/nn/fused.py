@@ -46,7 +46,7 @@ class FusedResult:
 
     @property
     def result(self) -> Result:
-        """What the functions of :mod:`zerocast.nn.functional` return."""
+        """The value that the functions of :mod:`zerocast.nn.functional` return."""
         if self.quantized is None:
             return present(self.output)
         return self.quantized if self.output is None else (self.quantized, self.output)
@@ -71,7 +71,7 @@ def apply_fused(
         x: [..., S], FP32, BF16 or FP16; S = 2 K for swiglu, else K.
         quantizer: makes the codes; None for the rounded result alone.
         weight, bias: [K], of the norms.
-        dtype: of the result; that of ``x`` by default.
+        dtype: the dtype of the result; that of ``x`` by default.
         output: whether the rounded result is returned beside the quantized one.
         statistics: whether a norm returns ``mean`` and ``rstd``.
         out: a tensor that the quantizer made, to be overwritten.
@@ -135,10 +135,12 @@ def differentiate_fused(
 
     Args:
         op: the operation.
-        grad: of the quantized result [T, K]; it passes to the rounded one (straight-through).
-        grad_output: of the rounded result of a norm, where that is used, too.
+        grad: the gradient of the quantized result [T, K]; it passes to the rounded one
+            (straight-through).
+        grad_output: the gradient of the rounded result of a norm, where that is used, too.
         inputs: input [T, S] and, of a norm, weight and bias [K], as far as it has them.
-        statistics: of a norm, the mean of each row (layernorm only) and its ``rstd``.
+        statistics: the statistics of a norm, the mean of each row (layernorm only) and its
+            ``rstd``.
         needs: whether input, weight and bias need gradients.
     """
     if not op.is_norm:

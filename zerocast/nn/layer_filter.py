@@ -17,9 +17,10 @@ AUTO_FILTER = "auto_filter_small_kn"
 
 _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
 _TENSORWISE = ((4096, 1024),)
-"""No gain where K is at most the first and N at most the second; None is any. For recipes whose
-scales belong to rows, and for all others. Source, for NVIDIA's H100: torchao, ``float8/README.md``
-("Performance"), and the thresholds that its ``_auto_filter_for_recipe`` draws from it."""
+"""Pairs of a largest K and a largest N: codes gain no speed in layers of at most these, and None
+stands for any size. The first pairs are for recipes whose scales belong to rows, the second ones
+for all others. Source, for NVIDIA's H100: torchao, ``float8/README.md`` ("Performance"), and the
+thresholds that its ``_auto_filter_for_recipe`` draws from it."""
 
 Filter: TypeAlias = Sequence[str] | Callable[[torch.nn.Module, str], bool]
 """Parts of the names of layers to leave out; or a function (layer, name) that says whether to

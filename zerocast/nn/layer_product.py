@@ -56,7 +56,7 @@ class LayerProduct(NamedTuple):
     Attributes:
         source: the norm or the activation that makes what is multiplied; None where the input
             itself is multiplied.
-        dtype: of the result, and of what the source makes.
+        dtype: the dtype of the result, and of what the source makes.
         wants_norm: whether what a norm makes is returned, too.
         needs: whether input, gamma, beta, weight and bias need gradients.
     """
@@ -73,7 +73,9 @@ class LayerProduct(NamedTuple):
 
     @property
     def num_statistics(self) -> int:
-        """How many numbers a row the norm saves for its backward: mean and rstd, or rstd."""
+        """The count of numbers that the norm saves of each row for its backward: mean and rstd, or
+        rstd.
+        """
         if self.source is None or not self.needs_source:
             return 0
         return {"layernorm": 2, "rmsnorm": 1}.get(self.source.function, 0)
@@ -84,9 +86,10 @@ class Made(NamedTuple):
 
     Attributes:
         out: the result, [T, M].
-        normed: what the norm made, [T, K], where it is wanted.
-        statistics: of the norm, FP32 [T] each, as many as :attr:`LayerProduct.num_statistics`.
-        saved: what the products of the backward read of x and w.
+        normed: the result of the norm, [T, K], where it is wanted.
+        statistics: the statistics of the norm, FP32 [T] each, as many as
+            :attr:`LayerProduct.num_statistics`.
+        saved: the copies of x and w that the products of the backward read.
     """
 
     out: torch.Tensor
@@ -111,7 +114,7 @@ def run_forward(
     """Compute ``product``.
 
     Args:
-        product: what is computed.
+        product: the product that is computed.
         quantizers: those of the layer.
         watch: is shown what is quantized, or None.
         input: [T, S] of the source; without a source [T, K] in ``product.dtype``, or quantized
@@ -170,14 +173,14 @@ def run_backward(
     needed.
 
     Args:
-        product: what the forward computed.
-        quantizer: of the gradient of the output.
+        product: the product that the forward computed.
+        quantizer: the quantizer of the gradient of the output.
         watch: is shown what is quantized, or None.
-        grads: of the output [..., M], and of what the norm made, where that is used.
+        grads: the gradients of the output [..., M], and of what the norm made, where that is used.
         inputs: the source's input and parameters, where their gradients are needed.
         statistics: those of the forward.
-        x, w: what was multiplied, where the products read it.
-        weight_dtype: of the weight and of its gradient.
+        x, w: the operands of the forward, where the products read them.
+        weight_dtype: the dtype of the weight and of its gradient.
     """
     needs_weight, needs_bias = product.needs[3:]
     rows = grads[0].reshape(-1, grads[0].shape[-1])

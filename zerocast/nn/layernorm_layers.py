@@ -23,7 +23,7 @@ from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
-"""What stands between the products of an MLP:
+"""The activations between the products of an MLP:
 
     gelu        x * Phi(x), which torch calls gelu (TransformerEngine's gelu is the next one)
     gelu_tanh   its approximation by tanh
@@ -115,7 +115,7 @@ class LayerNormLinear(NormalizedModule):
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         return_layernorm_output: whether the forward returns what the norm made, too.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which starts at 0.
-        params_dtype: of the parameters: FP32, BF16 or FP16.
+        params_dtype: the dtype of the parameters: FP32, BF16 or FP16.
         device: where they are.
         recipe, columnwise, name: those of :class:`zerocast.nn.Linear`.
 
@@ -189,7 +189,7 @@ class LayerNormMLP(NormalizedModule):
             :data:`zerocast.nn.layernorm_layers.Activation` defines them.
         return_layernorm_output: whether the forward returns what the norm made, too.
         zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which starts at 0.
-        params_dtype: of the parameters: FP32, BF16 or FP16.
+        params_dtype: the dtype of the parameters: FP32, BF16 or FP16.
         device: where they are.
         recipe, columnwise, name: those of :class:`zerocast.nn.Linear`, for both weights.
 

@@ -80,7 +80,7 @@ class ProductInputs(NamedTuple):
         input: [..., S]; S = K without a source.
         weight: [M, K].
         bias: [M], or None.
-        source: what makes [..., K] of the input.
+        source: the function that makes [..., K] of the input.
         tp_shard: which rows or columns of a larger one the weight is.
     """
 
@@ -96,7 +96,7 @@ class QuantizedModule(StatefulModule):
     """A module whose linear products are quantized under autocast.
 
     Attributes:
-        gemms: how many linear products it has.
+        gemms: the number of its linear products.
         name: under stochastic rounding, layers of different names draw different random bits.
             :func:`zerocast.nn.convert` gives each layer its name in the model.
     """

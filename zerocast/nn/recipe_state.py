@@ -57,7 +57,7 @@ class RecipeState:
     Attributes:
         recipe: the scheme, not yet for any role.
         mode: ``"forward"`` or ``"backward"``.
-        roles: what each tensor is to its GEMM.
+        roles: the role of each tensor in its GEMM.
         recipes: the scheme of each tensor.
         tensors: the state, by the names of :attr:`Recipe.state`; the first dimension counts the
             tensors.
@@ -111,10 +111,10 @@ class RecipeState:
             recipe: the scheme, or its name.
             mode: ``"forward"``, three quantizers a GEMM (input, weight, output), or ``"backward"``,
                 two (gradients of output and input).
-            num_quantizers: how many; those of several GEMMs follow each other.
+            num_quantizers: the number of quantizers; those of several GEMMs follow each other.
             device: where the tensors to be quantized are; torch's default device by default.
-            name: of the layer; under stochastic rounding layers of different names draw different
-                random bits.
+            name: the name of the layer; under stochastic rounding layers of different names draw
+                different random bits.
 
         Raises:
             InputError: for anything else.
@@ -139,7 +139,7 @@ class RecipeState:
 
     @property
     def num_quantizers(self) -> int:
-        """How many tensors it is for."""
+        """The number of tensors that the state is for."""
         return len(self.roles)
 
     @property
@@ -183,7 +183,7 @@ class RecipeState:
 
     @property
     def device(self) -> torch.device:
-        """Where the state is."""
+        """The device of the state."""
         return self.amaxes.device
 
     def register_with(self, reduction: AmaxReduction) -> None:

@@ -95,7 +95,7 @@ def as_in_first_run(layer: QuantizedLayer, site: int | None = None) -> AbstractC
 
     Args:
         layer: the layer that runs.
-        site: of an operation of a compiled graph, its number in there.
+        site: the number of the operation in a compiled graph, where it is one.
 
     Raises:
         UnsupportedError: in a recomputation by another function than torch's, where the codes of
@@ -310,7 +310,7 @@ def checkpoint(
     """``torch.utils.checkpoint.checkpoint`` for functions with zerocast's layers in them.
 
     Args:
-        function: what to compute, now and again in the backward.
+        function: the function to compute, now and again in the backward.
         args: its arguments.
         use_reentrant: torch's mode; both give the same gradients as without a checkpoint, bit for
             bit.

@@ -82,9 +82,9 @@ class _Here(threading.local):
     """The state of a thread that is kept from region to region.
 
     Attributes:
-        traced: what compiled functions read and write; a separate object, because they can read
-            attributes of a thread-local object but not write them.
-        reductions: of amaxes, by group.
+        traced: the values that compiled functions read and write; a separate object, because they
+            can read attributes of a thread-local object but not write them.
+        reductions: the reductions of amaxes, by group.
     """
 
     def __init__(self) -> None:

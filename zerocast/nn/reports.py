@@ -40,10 +40,10 @@ class ParameterCoverage:
 
     Attributes:
         name: fully qualified; of one that modules share, its name in a linear layer.
-        shape: of the whole, where it is sharded.
+        shape: the shape of the whole parameter, where it is sharded.
         how: ``"held in codes"``; ``"gathered in codes"`` from a master of FSDP2; ``"quantized
             under autocast"`` by each forward; ``"left"`` in high precision.
-        recipe: of the codes that are held or gathered; None for the others.
+        recipe: the recipe of the codes that are held or gathered; None for the others.
         bytes: that it takes, on all ranks that shard it together: codes, scales and columnwise
             copies, or values.
         why: where it is left, the reason; else empty.
@@ -232,7 +232,7 @@ def explain(
             or the one that autocast takes by default.
         tokens: rows of a layer's input, which have to fit, too.
         device: where they run; by default where each weight is.
-        dtype: of their results; by default each weight's own.
+        dtype: the dtype of their results; by default that of each weight.
 
     Raises:
         InputError: for another recipe, or fewer than one token.

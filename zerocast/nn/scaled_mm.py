@@ -56,7 +56,7 @@ def gemm(
         product: which one.
         a: x [T, K] for the output, dy [T, M] for the gradients.
         b: w [M, K] for the output and the input gradient, x [T, K] for the weight gradient.
-        dtype: of the result.
+        dtype: the dtype of the result.
         bias: [columns of the result], in ``dtype``; added before rounding where the library can.
 
     Returns:

@@ -30,7 +30,7 @@ class Counts:
     """The elements that quantization lost of the tensors of one role in one layer.
 
     Attributes:
-        elements: how many were quantized.
+        elements: the number of elements that were quantized.
         underflowed: not zero, and decoded to zero.
         saturated: beyond what rounds to the largest code.
     """
@@ -77,7 +77,7 @@ def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
     If a layer's forward ran within the context, its backward is counted, whenever it runs.
 
     Args:
-        model: whose layers are counted, by their names in it.
+        model: the model whose layers are counted, by their names in it.
 
     Yields:
         The counts, which grow as layers run.

@@ -54,10 +54,10 @@ class BackwardArguments(NamedTuple):
     """The arguments :data:`BACKWARD`.
 
     Attributes:
-        grad: of the result, [T, M].
-        grad_normed: of what the norm made, [T, K].
+        grad: the gradient of the result, [T, M].
+        grad_normed: the gradient of what the norm made, [T, K].
         inputs: the source's input and parameters.
-        saved: what the forward saved.
+        saved: the tensors that the forward saved.
         weight: the buffers of a quantized weight; none for another.
         product, weight_buffers: the two texts of the forward.
         shape, weight_dtype: those of the weight.

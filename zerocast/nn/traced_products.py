@@ -87,7 +87,7 @@ def traced_product(
     """``source(input) @ weight.T + bias`` of quantized operands, with gradients.
 
     Args:
-        handle: of the layer; only a recipe with state needs it.
+        handle: the handle of the layer; only a recipe with state needs it.
         gemm: the product's number in the layer.
         input, norm, weight, bias: as in :data:`FORWARD`.
         recipe, source, dtype, wants_norm: as for :func:`product_to_text`.

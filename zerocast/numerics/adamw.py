@@ -14,7 +14,7 @@ class AdamWNumbers:
 
     Attributes:
         decay: ``1 - lr * weight_decay``, what an element is multiplied by first.
-        sign: what the gradient is multiplied by, 1 or -1.
+        sign: the factor of the gradient, 1 or -1.
         average_weight, from_gradient: the average of the gradient moves by ``1 - beta1`` of its
             distance from the gradient; or, where that is not below one half, stays ``beta1`` of
             the distance from the gradient.
@@ -67,11 +67,11 @@ class AdamWUpdate:
     """One step of AdamW on one tensor. All tensors are FP32 [n], contiguous, on one device.
 
     Attributes:
-        master: what is updated, in place.
+        master: the master, which is updated in place.
         gradient: read.
         exp_avg, exp_avg_sq: the averages of the gradient and of its square, in place.
         max_exp_avg_sq: the largest that ``exp_avg_sq`` has been, in place; None without amsgrad.
-        numbers: what it computes with.
+        numbers: the numbers of the step.
     """
 
     master: torch.Tensor

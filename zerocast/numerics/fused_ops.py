@@ -38,7 +38,7 @@ class FusedOp:
 
     Attributes:
         function: the name of the function.
-        eps: what a norm adds below its root.
+        eps: the number that a norm adds below its root.
         zero_centered_gamma: whether a norm's weight is stored less 1.
     """
 
@@ -65,7 +65,7 @@ class FusedOperand:
         planes: the planes to cast. All codes are written, a missing last nibble as 0. The scales of
             blocks are written, and padding keeps what it holds. Codes are None where only scales
             are wanted, scales where another plane has them.
-        delayed: its scale multiplies the result, under :class:`Float8DelayedNumerics`.
+        delayed: the state whose scale multiplies the result, under :class:`Float8DelayedNumerics`.
         amax: FP32 [1] that receives the tensor amax, or None for numerics that stores none.
         tensor_amax: int32 [1], raised to the largest magnitude of the rounded result; or None.
         mean, rstd: FP32 [M] that receive the mean (layernorm) and 1 / sqrt(... + eps) of each row

@@ -28,10 +28,10 @@ NAN_BITS = 0x7FC00000
 """The canonical NaN, which every NaN becomes before it enters an amax buffer."""
 
 ScaleFormula = Literal["reciprocal", "quotient", "inverse first"]
-"""How FP8's scale and the stored inverse follow from an amax."""
+"""The ways in which FP8's scale and the stored inverse are computed from an amax."""
 
 ScaleRounding = Literal["up", "floor", "even"]
-"""How an E8M0 scale is made a power of two."""
+"""The ways in which an E8M0 scale is rounded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Float8DelayedNumerics:
                 scale = min((max * 2^-margin) / m, FLT_MAX)
 
     Attributes:
-        fmt: of the codes.
-        margin: how many powers of two the scale keeps below the largest.
+        fmt: the format of the codes.
+        margin: the number of powers of two that the scale keeps below the largest.
         amax_compute_algo: ``"max"``, ``"most_recent"``, or a function from the history, FP32
             [history length], to an FP32 tensor of one element.
     """
@@ -88,7 +88,7 @@ class Float8DelayedNumerics:
         """FP32 [1]: what the function makes of ``history``.
 
         Raises:
-            InputError: where that is no tensor of one element on the history's device.
+            InputError: where that is not a tensor of one element on the history's device.
         """
         assert callable(self.amax_compute_algo)
         amax = self.amax_compute_algo(history)

@@ -237,7 +237,8 @@ class Comparison:
     """Elements as they were, and as they are.
 
     Attributes:
-        held: as they were, of the dtype of ``values``; None where a cast noted what it changed.
+        held: the elements as they were, of the dtype of ``values``; None where a cast noted what it
+            changed.
         values: integers, flat and contiguous, as they are.
         first: the place of the first in the whole tensor.
         changes: of these elements, none yet or those that a cast noted.
@@ -283,9 +284,9 @@ class TensorOperand:
             None where scales depend on blocks alone and no amax is judged.
         amax: FP32 [1] that holds the tensor amax beside the scales, or None for numerics that
             stores none.
-        delayed: of a tensor under :class:`Float8DelayedNumerics`.
-        candidates: of a tensor under 4-over-6.
-        rounding: of a tensor under stochastic rounding.
+        delayed: the state of a tensor under :class:`Float8DelayedNumerics`.
+        candidates: the candidates of a tensor under 4-over-6.
+        rounding: the source of random bits of a tensor under stochastic rounding.
         advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
             date. False where other code does.
         values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
@@ -328,4 +329,4 @@ class TensorOperand:
 
 
 Operands = Sequence[TensorOperand]
-"""Those of one launch."""
+"""The operands of one launch."""

@@ -19,7 +19,7 @@ from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import index_of
 
 AVERAGE = "ema("
-"""What the names of averages in a state dict begin with."""
+"""The beginning of the names of averages in a state dict."""
 
 
 class Average:
@@ -91,7 +91,7 @@ class Average:
 
     @property
     def key(self) -> str:
-        """What it is called in a weight's entry of a state dict."""
+        """The name of the average in a weight's entry of a state dict."""
         return average_key(self.decay)
 
     def load(self, states: Mapping[int, dict[str, Any]]) -> None:

@@ -44,7 +44,7 @@ _Piece: TypeAlias = tuple[int, slice]
 """The number of a tensor, and elements of it."""
 
 _Outcome: TypeAlias = dict[str, list[torch.Tensor]]
-"""What a run has left, by name: masters, state and options of every piece, each FP64, flat, on the
+"""The results of a run, by name: masters, state and options of every piece, each FP64, flat, on the
 CPU."""
 
 _WHOLE = [(t, slice(None)) for t in range(len(_SHAPES))]

@@ -31,7 +31,9 @@ from zerocast.optim.gradients import NOTES, GradientReducer
 from zerocast.optim.shards import ShardedWeights
 
 _HOOKS: Any = WeakIdKeyDictionary()
-"""By parameter what removes its hook, so that a new optimizer is the only one to take gradients."""
+"""The finalizers that remove hooks, by parameter: a new optimizer removes those of the former one,
+so that it alone takes gradients.
+"""
 
 
 def release_gradients(shards: ShardedWeights) -> None:

@@ -73,14 +73,14 @@ class Round:
     """One all-to-all.
 
     Args:
-        spans: what travels.
+        spans: the spans that are sent.
         size: the number of ranks.
         tail_bytes: bytes at the end of each row that the caller fills and reads.
 
     Attributes:
-        spans: what travels.
-        nbytes: of the buffer.
-        pieces: by the weight's place.
+        spans: the spans that are sent.
+        nbytes: the number of bytes of the buffer.
+        pieces: the pieces of gradients, by the weight's place.
         tail: uint8 [ranks, tail_bytes], a view of the buffer.
     """
 
@@ -168,10 +168,10 @@ def cut_rounds(
         shards: the weights and their buckets.
         dtype: in which gradients travel; None for that of the weights of a bucket, FP32 where
             these differ.
-        tail_bytes: of the last round.
-        buffer_bytes: of the largest round: rounds are as few as that allows. With None a round is
-            one bucket, in the order in which a backward pass has their gradients together, and the
-            tail a round of its own.
+        tail_bytes: the number of bytes of the last round.
+        buffer_bytes: the number of bytes of the largest round: rounds are as few as that allows.
+            With None a round is one bucket, in the order in which a backward pass has their
+            gradients together, and the tail a round of its own.
     """
     size = shards.comm.size
     dtypes = {bucket.first_column: dtype or _common_dtype(shards, bucket)

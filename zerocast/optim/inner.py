@@ -18,13 +18,13 @@ class InnerOptimizer:
 
     Args:
         optimizer_class: a torch optimizer.
-        defaults: its options.
+        defaults: the options of the class.
         param_groups: the options of every group.
         weights: in order, each with its place in ``param_groups``.
-        masters: by the weight's place: FP32, in order.
+        masters: the masters by the weight's place: FP32, in order.
 
     Attributes:
-        masters: by the weight's place.
+        masters: the masters by the weight's place.
         optimizer: the torch optimizer.
         mode: "train" or "eval", for an optimizer that has modes, whose masters differ in them.
 

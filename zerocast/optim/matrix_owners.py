@@ -42,8 +42,9 @@ class MatrixOwners:
         shards: the weights; their :attr:`~ShardedWeights.whole` becomes :attr:`masters`.
 
     Attributes:
-        owner: by the weight's place, the rank that steps it.
-        masters: by the weight's place: FP32, in the weight's shape, of those that this rank owns.
+        owner: the rank that steps each weight, by the weight's place.
+        masters: the masters by the weight's place: FP32, in the weight's shape, of those that this
+            rank owns.
     """
 
     def __init__(self, shards: ShardedWeights) -> None:
@@ -81,7 +82,7 @@ class MatrixOwners:
 
         Args:
             columns: FP32 [num_columns], of every rank's shards.
-            gradients: by place, None where no rank has one.
+            gradients: the gradients by place; None where no rank has one.
         """
         whole = {i: torch.empty_like(master) for i, master in self.masters.items()}
         self._bring(columns, whole)

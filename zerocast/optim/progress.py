@@ -43,7 +43,7 @@ class Progress:
     Attributes:
         steps: that were made, those before the loaded state included.
         holds_averages: whether averages are in the weights; the same on every rank.
-        writes: what other code wrote into the weights.
+        writes: the writes of other code into the weights.
     """
 
     def __init__(self, shards: ShardedWeights, frozen: Sequence[Param]) -> None:

@@ -13,7 +13,9 @@ from zerocast.optim.adamw import FusedAdamW
 from zerocast.optim.shards import ShardedWeights
 
 _GATHER = "all-gather"
-"""What readers of a weight are told of, from its cast until its codes are here or on their way."""
+"""The name, in errors for readers of a weight, of what is unfinished from its cast until its codes
+are here or being sent.
+"""
 
 
 class Publication:

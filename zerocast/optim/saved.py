@@ -32,7 +32,7 @@ from zerocast.recipes import Recipe, recipe_to_values
 FORMAT = 1
 
 Description = dict[str, Any]
-"""What the module's docstring lists; JSON values."""
+"""The description that the module's docstring lists, as JSON values."""
 
 _NEVER_NEGATIVE = {
     "step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum",
@@ -144,8 +144,8 @@ def check_values(
 
     Args:
         name: the weight's.
-        shape: of its master, or of this rank's part.
-        state: of the inner optimizer; none of a weight that was never stepped.
+        shape: the shape of its master, or of this rank's part.
+        state: the state of the inner optimizer; empty for a weight that was never stepped.
         expected: what :func:`state_kinds` returned.
 
     Raises:

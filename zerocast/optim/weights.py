@@ -28,8 +28,8 @@ class StorageKind:
     all-gather.
 
     Attributes:
-        dtype: of the buffer's entries: uint8 for codes.
-        bits: of one weight element.
+        dtype: the dtype of the buffer's entries: uint8 for codes.
+        bits: the number of bits of one weight element.
         planes: buffers that hold a weight: two where the columnwise codes are quantized
             independently and gathered, too.
     """
@@ -58,10 +58,10 @@ class Weight:
     """One trainable parameter.
 
     Attributes:
-        name: what messages call it.
+        name: the name of the weight in messages.
         param: the parameter that the model holds, whole on every rank.
         group: its place in ``param_groups``.
-        kind: how it is stored.
+        kind: the way in which it is stored.
     """
 
     name: str
@@ -76,7 +76,9 @@ class Weight:
 
     @property
     def planes(self) -> list[torch.Tensor]:
-        """What an all-gather moves: the gathered planes of codes, or a plain weight itself."""
+        """The tensors that an all-gather sends: the gathered planes of codes, or a plain weight
+        itself.
+        """
         storage = self.storage
         return [storage.buffers[name] for name in storage.gathered] if storage else [self.param]
 
@@ -233,7 +235,7 @@ def check_same_optimizer(
     Weights may have other values on other ranks, but not each other's.
 
     Args:
-        optimizer: what describes the optimizer and its own options.
+        optimizer: a description of the optimizer and its options.
 
     Raises:
         RankMismatchError: on every rank, naming both sides of the first disagreement.

@@ -19,8 +19,8 @@ from zerocast.recipes.format import Format, replace_fields
 from zerocast.recipes.recipe import Buffers, BufferSpec, Recipe, fixed
 
 AmaxAlgorithm = Callable[[torch.Tensor], torch.Tensor]
-"""From an amax history, FP32 [history length], newest first and 0 where there is none yet, to one
-FP32 amax."""
+"""A function of an amax history, FP32 [history length], newest first and 0 where there is none yet,
+that returns one FP32 amax."""
 
 MAX_MARGIN = 100
 """Any larger, and 448 * 2^-margin comes near the ends of FP32."""
@@ -37,9 +37,9 @@ class DelayedScaling(Recipe):
     one, ``amax_history`` [amax_history_len], newest first.
 
     Attributes:
-        margin: how many powers of two the scale keeps below the largest.
+        margin: the number of powers of two that the scale keeps below the largest.
         fp8_format: a :class:`Format` or its name.
-        amax_history_len: how many amaxes are remembered.
+        amax_history_len: the number of amaxes that are kept.
         amax_compute_algo: which amax the history stands for: ``"max"``, ``"most_recent"``, or a
             function of the history.
         interval: must stay 1: every step makes a new scale.

@@ -13,12 +13,12 @@ class Form:
     """The storage of weights of one recipe and one shape, with or without a columnwise copy.
 
     Attributes:
-        recipe, shape: as given.
+        recipe, shape: the recipe and the shape that were given.
         numerics, state, has_one_block: those of the recipe.
         stack: the leading dimensions of a stack; none of a weight that is one tensor.
-        num_matrices: how many matrices are quantized separately.
+        num_matrices: the number of matrices that are quantized separately.
         planes: the planes of a weight, the rowwise one first; of a stack those of each matrix.
-        cast_planes: those whose codes a cast writes; they have amaxes.
+        cast_planes: the planes whose codes a cast writes; they have amaxes.
         gathered: the names of the buffers that an all-gather moves.
         derived: the names of the buffers that are made from others after it.
     """
@@ -41,6 +41,6 @@ class Form:
 
     @cached_property
     def of_matrix(self) -> Form:
-        """That of each matrix of a stack."""
+        """The form of each matrix of a stack."""
         shape = self.shape[len(self.stack) :]
         return Form(self.recipe, shape, columnwise=self._columnwise)

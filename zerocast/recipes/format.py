@@ -16,7 +16,7 @@ from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
 from zerocast.numerics import NOMINALS, ScaleFormula
 
 NOMINAL_DTYPES = tuple(NOMINALS)
-"""What a quantized weight can present itself as."""
+"""The dtypes that a quantized weight can present to torch."""
 
 
 def check_nominal(what: str, dtype: object) -> torch.dtype:

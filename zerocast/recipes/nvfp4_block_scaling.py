@@ -57,7 +57,7 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6_e4m3_use_256: ``"weights"`` or ``"all"``: under 4-over-6 the scales' largest
             value is 256, which leaves room for those that are half as large again; else 448.
         nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``: by which error the better one is judged.
-        seed: of stochastic rounding, 64 bits.
+        seed: the seed of stochastic rounding, 64 bits.
         per_matrix: must stay True.
         fp4_format, fp8_format: must stay ``"e2m1"``, of codes, and E4M3, of their scales.
         row_scaled_activation: must stay False.

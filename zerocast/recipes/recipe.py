@@ -25,7 +25,7 @@ from zerocast.layout import FULL, Block, BlockGrid, Plane, ScaleLayout, Source, 
 from zerocast.numerics import DelayedState, Numerics, Rounding
 
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
-"""What a tensor is to a layer's GEMMs: three of the forward, two of the backward."""
+"""The roles of tensors in a layer's GEMMs: three in the forward, two in the backward."""
 
 Buffers = Mapping[str, torch.Tensor]
 """A weight's stored tensors, by the names that :meth:`Recipe.buffers` gives."""
@@ -158,7 +158,7 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def columnwise_source(self) -> Source:
-        """Where columnwise codes come from."""
+        """The source of columnwise codes."""
 
     # --- what a scheme may state ---
 

@@ -74,12 +74,12 @@ class LowBitAllGather:
     Attributes:
         state: by the names of :attr:`Recipe.state`, as the latest cast left it.
         codes: which memory the codes take.
-        cast_values: those that were cast last.
+        cast_values: the values that were cast last.
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
         is_settled: whether the next gather need not ask all ranks if a cast is due.
         kept: the whole weight; None but in :attr:`CodesState.KEPT`.
-        verify: what is compared between ranks after the first gather of each cast, weight by
-            weight, as FSDP2 gathers them.
+        verify: the bytes that are compared between ranks after the first gather of each cast,
+            weight by weight, as FSDP2 gathers them.
         cast_group: this, and those of its amax group that were cast with it.
         latest: the plan of the latest cast, as long as it is kept, and all that it cast.
     """
@@ -150,7 +150,9 @@ class LowBitAllGather:
 
     @property
     def tp_shard(self) -> TensorParallelShard | None:
-        """What this rank holds of the weight, once FSDP2 has gathered it; None for all of it."""
+        """The part of the weight that this rank holds, once FSDP2 has gathered it; None for all of
+        it.
+        """
         return tp_shard_of(self.name, self.parameter, is_fsdp_sharded=self.is_gathered)
 
     # --- the recipe's state ---
@@ -187,7 +189,7 @@ class LowBitAllGather:
 
     @property
     def shards(self) -> AllGatherInput:
-        """What the latest gather sends; not in :attr:`CodesState.NONE`."""
+        """The shards that the latest gather sends; there are none in :attr:`CodesState.NONE`."""
         assert self._shards is not None, self.name
         return self._shards
 

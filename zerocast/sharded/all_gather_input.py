@@ -44,14 +44,14 @@ class AllGatherInput:
     """The codes and scales of this rank's rows of one weight, or tensor-parallel shard.
 
     Args:
-        shape: of the whole weight, also if tensor parallelism splits it.
+        shape: the shape of the whole weight, also if tensor parallelism splits it.
         recipe: the scheme.
         state: the recipe's.
         comm: the ranks that share the weight.
         dtype: the nominal dtype of the gathered weight.
         device: where codes and scales are.
         columnwise: whether the gathered weight has a columnwise copy.
-        tp_shard: what this rank holds of the weight; None for all of it.
+        tp_shard: the part of the weight that this rank holds; None for all of it.
 
     Attributes:
         comm, dtype: as above.
@@ -107,7 +107,9 @@ class AllGatherInput:
 
     @property
     def own(self) -> ShardBuffers:
-        """What this rank's cast fills: of what it sends, and the scales that every rank makes."""
+        """The buffers that this rank's cast fills: its part of what is sent, and the scales that
+        every rank makes.
+        """
         size = self.rows.code_bytes(self.comm.rank)
         return ShardBuffers(
             [codes[:size] for codes in self.sent.values()],
@@ -117,7 +119,9 @@ class AllGatherInput:
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        """What this rank sends, each flat: codes plane by plane, and scales, if it sends any."""
+        """The tensors that this rank sends, each flat: codes plane by plane, and scales, if it
+        sends any.
+        """
         return [*self.sent.values(), *([self._sent_scales] if self.scales.sent_bytes else [])]
 
     def whole_scales(self, outputs: Sequence[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:

@@ -209,7 +209,7 @@ def codes_to_send(
     ranks know besides. Collective over ``group``, and over that of tensor parallelism.
 
     Args:
-        gather: of the weight.
+        gather: the gather of the weight.
         cast_group: the weight, and those that are cast with it.
         group: the ranks that share them.
         dtype: the nominal one.

@@ -54,7 +54,7 @@ class MasterWeight(torch.Tensor):
 
     Attributes:
         value: the plain tensor of the same shape, dtype and device.
-        low_bit_all_gather: of the whole weight; all pieces share it.
+        low_bit_all_gather: the gather of the whole weight; all pieces share it.
     """
 
     value: torch.Tensor

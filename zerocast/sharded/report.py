@@ -34,14 +34,14 @@ class ParameterGather:
 
     Attributes:
         name: fully qualified.
-        shape: of what a gather gives a rank: the whole parameter, or under tensor parallelism its
-            shard, of ranks with unequal ones the largest.
-        recipe: of its codes; None if it travels in high precision.
-        bytes_per_element: of ``shape``, that each all-gather moves, scales and what fills up
-            uneven shards included; 0 if there is no gather.
-        all_reduced_bytes_per_element: of amaxes, once for each value of the master, over the ranks
-            that shard it; without the errors that 4-over-6 chooses by.
-        why: what travels, or why not codes.
+        shape: the shape of what a gather gives a rank: the whole parameter, or under tensor
+            parallelism its shard, of ranks with unequal ones the largest.
+        recipe: the recipe of its codes; None if it is sent in high precision.
+        bytes_per_element: the bytes that each all-gather moves for an element of ``shape``, scales
+            and what fills up uneven shards included; 0 if there is no gather.
+        all_reduced_bytes_per_element: the bytes of amaxes, once for each value of the master, over
+            the ranks that shard it; without the errors that 4-over-6 chooses by.
+        why: what is sent, or why codes are not.
     """
 
     name: str

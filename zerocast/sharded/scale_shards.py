@@ -53,12 +53,12 @@ class ScaleShards:
         rows: who has which rows.
         recipe: the scheme.
         columnwise: whether the weight has a columnwise plane.
-        tp_shard: what it is of a larger weight.
+        tp_shard: the part of a larger weight that it is.
 
     Attributes:
-        planes: by name those whose scales are compact: all with amaxes, but of a weight with one
-            scale or without elements.
-        sent_bytes: what each rank sends; 0 where every rank makes all scales.
+        planes: the planes whose scales are compact, by name: all with amaxes, but of a weight with
+            one scale or without elements.
+        sent_bytes: the bytes that each rank sends; 0 where every rank makes all scales.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class ScaleShards:
 
     @property
     def reduced_amaxes(self) -> int:
-        """How many amaxes of blocks ranks reduce before a cast: those of blocks that they cut, and
-        of planes whose scales every rank makes.
+        """The number of amaxes of blocks that ranks reduce before a cast: those of blocks that they
+        cut, and of planes whose scales every rank makes.
         """
         count = 0
         for name, plane in self.planes.items():

@@ -21,7 +21,7 @@ from zerocast.sharded.placement import counted_with, write_counter
 from zerocast.tensors.digest import digest
 
 State = dict[str, torch.Tensor]
-"""By the names of :attr:`Recipe.state`; the same on every rank."""
+"""The tensors of a recipe state, by the names of :attr:`Recipe.state`; the same on every rank."""
 
 
 def fresh_state(recipe: Recipe) -> State:

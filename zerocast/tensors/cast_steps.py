@@ -55,12 +55,12 @@ class CastSteps:
     They are prepared for the weights' buffers as they lie now.
 
     Args:
-        backend: of the weights' device.
-        operands: of each weight its bytes, and what is cast into them.
-        masters: what is cast, in the slots of the operands.
+        backend: the backend of the weights' device.
+        operands: for each weight its bytes, and what is cast into them.
+        masters: the values that are cast, in the slots of the operands.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
-        own_scales: by place, where ranks gather scales, what this rank makes of them.
-        compact: by place, all of these once gathered.
+        own_scales: the scales that this rank makes, by place, where ranks gather scales.
+        compact: all of these scales once gathered, by place.
         stages: the places of the weights that each stage of ``partial_cast`` writes; all are of one
             where there are none.
 

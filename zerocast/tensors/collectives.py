@@ -50,7 +50,7 @@ _WRITTEN: dict[str, tuple[int, ...]] = dict.fromkeys(_MOVED, (0,)) | {
     "c10d::send": (), "c10d::barrier": (), "c10d::monitored_barrier_": (),
     "c10d::check_for_nan": (),
 }  # fmt: skip
-"""Which arguments of a collective are written."""
+"""The arguments of a collective that it writes."""
 
 _SENDS_BYTES = ("c10d::send", "c10d::gather_")
 """The collectives by which a rank sends without knowing what others receive into: always bytes."""

@@ -101,13 +101,13 @@ class DequantizedView(torch.Tensor):
         return self.value.clone(memory_format=memory_format)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As :meth:`torch.Tensor.numpy`, but read-only."""
+        """Return the value as :meth:`torch.Tensor.numpy` does, but read-only."""
         array = self.value.detach().requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
         return array
 
     def tolist(self) -> Any:
-        """As :meth:`torch.Tensor.tolist`."""
+        """Return the value as :meth:`torch.Tensor.tolist` does."""
         return self.value.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

@@ -43,7 +43,7 @@ class HeldPlanes:
 
     @property
     def form(self) -> Form:
-        """What the recipe says of a weight of this shape."""
+        """The recipe's form for a weight of this shape."""
         if self._form is None:
             self._form = Form(self.recipe, self.shape, columnwise=self.has_columnwise)
         return self._form

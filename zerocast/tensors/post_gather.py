@@ -70,8 +70,8 @@ def prepare_expansion(
 
     Args:
         storages: the weights, on one device.
-        compact: by place, and by the name of a plane, its scales; of weights that gather some.
-        backend: of the device.
+        compact: the scales of planes, by place and name, for the weights that gather some.
+        backend: the backend of the device.
     """
     by_recipe: dict[Recipe, list[TensorOperand]] = {}
     for i, scales in compact.items():

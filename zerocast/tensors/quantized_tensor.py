@@ -120,7 +120,9 @@ class QuantizedTensor(WeightData):
         )
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As :meth:`torch.Tensor.numpy`, of the value and read-only: a write would be lost."""
+        """Return the value as :meth:`torch.Tensor.numpy` does, but read-only: a write would be
+        lost.
+        """
         array = self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
         return array
@@ -128,7 +130,7 @@ class QuantizedTensor(WeightData):
     apply_ = map_ = map2_ = refuse_function  # type: ignore[assignment]
 
     def tolist(self) -> Any:
-        """As :meth:`torch.Tensor.tolist`, of the value."""
+        """Return the value as :meth:`torch.Tensor.tolist` does."""
         return self.dequantize().tolist()
 
     data_ptr = storage = __dlpack__ = refuse_memory
@@ -215,7 +217,7 @@ def restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) 
     """Return a weight around ``storage``, as unpickling and deepcopy make it.
 
     Raises:
-        InputError: where it is no storage.
+        InputError: where it is not a storage.
     """
     if not isinstance(storage, QuantizedStorage):
         raise InputError(

@@ -92,7 +92,7 @@ def _checked_recipe(recipe: Any) -> Recipe:
     """Return ``recipe``, made again by its constructor.
 
     Raises:
-        InputError: where it is no recipe, or has fields that its constructor refuses.
+        InputError: where it is not a recipe, or has fields that its constructor refuses.
     """
     if type(recipe) not in RECIPES.values():
         raise _damaged(f"a recipe of {', '.join(RECIPES)}", type(recipe).__name__)

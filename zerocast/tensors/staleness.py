@@ -124,7 +124,9 @@ class Writes:
 
     @property
     def unfinished(self) -> set[str]:
-        """What has begun to write the weight in or after the latest cast, and not ended."""
+        """The names of what has begun to write the weight, in or after the latest cast, and has not
+        ended.
+        """
         latest = self._latest
         return set() if latest is None else latest.unfinished
 
@@ -218,7 +220,7 @@ class Writes:
 
     @property
     def _rebuilt_at(self) -> int:
-        """When the derived copies were last made, by a plan or alone."""
+        """The time at which the derived copies were last made, by a plan or alone."""
         by_plans = [v.rebuilt_at for v, since in self._watched.items() if v.rebuilt_at > since]
         return max(self._own_rebuilt_at, *by_plans, 0)
 

@@ -174,7 +174,7 @@ class QuantizedStorage(HeldPlanes):
 
     @property
     def originals(self) -> dict[str, torch.Tensor]:
-        """Those of :attr:`buffers` that are not derived from others."""
+        """The :attr:`buffers` that are not derived from others."""
         self.writes.require_scales()
         derived = self.derived_names
         return {name: buffer for name, buffer in self.buffers.items() if name not in derived}
@@ -309,7 +309,7 @@ class QuantizedStorage(HeldPlanes):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStorage:
-        """As :meth:`to`; aliases of one weight share one storage in the copy, too."""
+        """Copy by :meth:`to`; aliases of one weight share one storage in the copy, too."""
         copy = memo[id(self)] = self.to()
         return copy
 

@@ -28,7 +28,7 @@ from zerocast.recipes import Recipe
 
 ROWS, COLUMNS = 0, 1
 LINES = ("rows", "columns")
-"""What is sharded, by :attr:`TensorParallelShard.dim`."""
+"""The names of the dimensions, by :attr:`TensorParallelShard.dim`."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def check_tp_shards(
     whole once; collective over ``comm``. All ranks have agreed on everything else before.
 
     Args:
-        names: what messages call the weights.
+        names: the names of the weights in messages.
         tp_shards: this rank's, one a weight.
 
     Returns:

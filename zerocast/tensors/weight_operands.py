@@ -71,10 +71,10 @@ def tensor_operand(
         storage: the weight's bytes.
         slot: the place of the master in :class:`Masters`.
         extent: the elements that it holds.
-        amaxes: of a weight that is cast.
+        amaxes: the amaxes of a weight that is cast.
         own_codes: by name of a buffer, one that receives the shard's codes in its place, from the
             byte on in which the extent starts.
-        candidates: of a weight whose blocks choose their scales.
+        candidates: the candidates of a weight whose blocks choose their scales.
         advances: whether the state of delayed scaling advances with the cast.
         judges_amaxes: whether the tensor's amax is asked for even where no scale needs it.
     """

@@ -14,7 +14,7 @@ from zerocast.errors import BackendError
 
 WRITE = Kernel("write_words", 128)
 WORDS = 120
-"""What one launch of WRITE takes; see ``cuda_src/cuda/write_words.cu``."""
+"""The bytes that one launch of WRITE writes; see ``cuda_src/cuda/write_words.cu``."""
 
 
 class DeviceLauncher:

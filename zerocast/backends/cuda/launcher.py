@@ -33,8 +33,8 @@ class Arguments:
         alive: whatever else must live as long as the arguments.
 
     Attributes:
-        words, struct_fields: how many of each.
-        tables: as given.
+        words, struct_fields: the numbers of both.
+        tables: the tables that were given.
         streams: those on which torch knows that the tables are read; the launcher notes them.
     """
 
@@ -74,8 +74,8 @@ class Kernel:
     """One kernel: a function of ``cuda_src/cuda/<name>.cu``, instantiated where it is a template.
 
     Attributes:
-        name: of the function and of its file.
-        threads: of a block.
+        name: the name of the function and of its file.
+        threads: the number of threads of a block.
         template: the arguments of the template, as C++ writes them.
     """
 

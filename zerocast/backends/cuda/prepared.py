@@ -76,10 +76,10 @@ class Tables:
             rows: one a weight, as the kernel's table has them.
             cuts: how each weight is cut.
             numerics: the fields of NumericsTable; none where the kernel takes none.
-            operands: what the rows point to.
+            operands: the operands that the rows point to.
             others: tables that the rows point to.
-            buffers: how many tensors each launch is given, whose addresses are the kernel's last
-                single arguments.
+            buffers: the number of tensors that each launch is given, whose addresses are the
+                kernel's last single arguments.
         """
         fields, count = _table_of(rows)
         if not count:

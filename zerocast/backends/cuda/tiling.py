@@ -45,7 +45,7 @@ DIGESTED = 1, 1 << 14
 """A tile of bytes whose digest is taken: whole rows of keys, 4 KiB each."""
 
 Cut = tuple[Any, ...]
-"""How one weight is cut, or a part of it: a function of this module, and what it takes of this
+"""A way to cut one weight, or a part of it: a function of this module, and its arguments for this
 weight."""
 
 
@@ -292,7 +292,7 @@ def _laid_out(
     Args:
         table: whatever is known of each rectangle.
         firsts: the number of its first group of rows.
-        downs, acrosses: how many groups and columns it has.
+        downs, acrosses: the numbers of its groups and columns.
     """
     down, across = (
         torch.tensor(each, dtype=torch.int64, device="cpu") for each in (downs, acrosses)

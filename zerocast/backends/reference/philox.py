@@ -41,7 +41,7 @@ def element_draws(index: torch.Tensor, seed: int, name_hash: int, step: int) -> 
         index: int64 [n] flat indices in the whole weight.
         seed: 64 bits.
         name_hash: 32 bits.
-        step: of which 32 bits count.
+        step: the number of the draw, of which 32 bits count.
     """
     group = index // 8
     low, high = group & _LOW, group >> 32

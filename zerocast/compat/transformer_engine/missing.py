@@ -103,8 +103,8 @@ ADVICE: dict[str, tuple[str, ...]] = {
     "its place is transformer_engine.pytorch.tensor.float8_tensor": ("pytorch.float8_tensor",),
     "zerocast runs on torch": ("jax",),
 }  # fmt: skip
-"""What to use instead, and the names that it is said of: those of objects or of modules, of the
-latter with as much of the path as makes them differ from one that is here."""
+"""The advice what to use instead, and the names that it is for: names of objects, or of modules
+with as much of their path as makes them differ from a module that is here."""
 
 _GENERAL = (
     "docs/TRANSFORMER_ENGINE.md lists the names that are here and what takes the place of others"

@@ -12,7 +12,7 @@ class LocalShards:
     """This rank's rows of every tensor of a checkpoint, for ``build_hf_to_local_param_map``.
 
     Args:
-        refit: of the policy's model, whose shards are whole rows, as under FSDP2.
+        refit: the refit of the policy's model, whose shards are whole rows, as under FSDP2.
     """
 
     def __init__(self, refit: Refit) -> None:

@@ -14,7 +14,7 @@ class CodesExtractor:
     for.
 
     Args:
-        refit: of the policy's model; its ``dtype`` is that of what is not quantized.
+        refit: the refit of the policy's model; its ``dtype`` is that of what is not quantized.
     """
 
     def __init__(self, refit: Refit) -> None:

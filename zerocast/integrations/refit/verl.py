@@ -13,7 +13,7 @@ class EngineWeights:
     checkpoint engine's ``send_weights`` takes.
 
     Args:
-        refit: of the engine's model.
+        refit: the refit of the engine's model.
     """
 
     def __init__(self, refit: Refit) -> None:

@@ -14,7 +14,7 @@ class CodesSource:
     ``is_checkpoint_format``.
 
     Args:
-        refit: of the trained model; its dialect is that of the server's checkpoint.
+        refit: the refit of the trained model; its dialect is that of the server's checkpoint.
     """
 
     def __init__(self, refit: Refit) -> None:

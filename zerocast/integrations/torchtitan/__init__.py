@@ -77,8 +77,8 @@ class AutocastLinear(Linear):
     """:class:`zerocast.nn.Linear` that opens a region of autocast around itself.
 
     Attributes:
-        product_recipe: by which its products are quantized; None for products in high precision,
-            with the decoded weight if that was gathered in codes.
+        product_recipe: the recipe by which its products are quantized; None for products in high
+            precision, with the decoded weight if that was gathered in codes.
     """
 
     product_recipe: Recipe | None = None
@@ -115,7 +115,7 @@ class QuantizedLinear(AutocastLinear, Module):
         """A layer to be built.
 
         Attributes:
-            recipe_name: of the scheme.
+            recipe_name: the name of the scheme.
             name: the layer's, in the model.
             gathers_codes: whether FSDP2 gathers the weight in codes.
             precomputes: whether their scales are made after a step of the optimizer.
@@ -171,7 +171,7 @@ class LinearConverter(QuantizationConverter):
             in a compiled model by a recipe that keeps state between casts.
 
     Attributes:
-        report: what :meth:`convert` did; None before.
+        report: the result of :meth:`convert`; None before.
     """
 
     @dataclass(kw_only=True, slots=True)

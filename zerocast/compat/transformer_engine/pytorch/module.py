@@ -92,7 +92,7 @@ class _Arguments(torch.nn.Module):
     def forward(
         self, input: torch.Tensor, is_first_microbatch: bool | None = None, **options: Any
     ) -> Any:
-        """As zerocast's layer; the result does not depend on ``is_first_microbatch``."""
+        """Run zerocast's layer; the result does not depend on ``is_first_microbatch``."""
         if self.fuse_wgrad_accumulation:
             for _, weight in self._matrices():
                 hooks = weight._post_accumulate_grad_hooks or {}

@@ -123,7 +123,7 @@ class Quantizer(OwnQuantizer):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        """As :meth:`zerocast.Quantizer.make_empty`; FP32 by default."""
+        """Do as :meth:`zerocast.Quantizer.make_empty`; the dtype is FP32 by default."""
         made = super().make_empty(torch.Size(shape), dtype=dtype, device=device)
         return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -134,8 +134,8 @@ class Quantizer(OwnQuantizer):
         out: QuantizedTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """As :meth:`zerocast.Quantizer.quantize`, of ``tensor`` as ``dtype``; into ``out`` by
-        :meth:`update_quantized`.
+        """Quantize ``tensor``, as ``dtype``, by :meth:`zerocast.Quantizer.quantize`; into ``out``
+        by :meth:`update_quantized`.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
