@@ -61,7 +61,7 @@ class Replacements:
             if ", ".join(checked) != known:
                 raise UnsupportedError(
                     f"{self.ours} needs {owner.__name__}.{name}({known}), got {given}; use a "
-                    f"version of {self.theirs} that it knows, such as {self.version}."
+                    f"version of {self.theirs} that it supports, such as {self.version}."
                 )
         for owner, name, _, ours in found:
             function = getattr(owner, name)

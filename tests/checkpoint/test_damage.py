@@ -114,8 +114,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "bit of the manifest": (lambda p: flip(p / MANIFEST, 0.5), "manifest.*damaged"),
     "edited": (lambda p: change(p, content(steps=9), honest=False), "its digest is another"),
-    "foreign": (lambda p: (p / MANIFEST).write_text('{"a": 1}'), "no checkpoint of zerocast"),
-    "a list": (lambda p: (p / MANIFEST).write_text("[1]"), "no checkpoint of zerocast"),
+    "foreign": (lambda p: (p / MANIFEST).write_text('{"a": 1}'), "not a checkpoint of zerocast"),
+    "a list": (lambda p: (p / MANIFEST).write_text("[1]"), "not a checkpoint of zerocast"),
     "newer": (
         lambda p: change(p, lambda given: given.update(zerocast_checkpoint=2)),
         "checkpoint of format 2, and this version of zerocast reads format 1",
@@ -154,15 +154,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "outside": (
         lambda p: change(p, lambda g: g["content"]["files"][0].update(name="../c.safetensors")),
-        "'../c.safetensors' is no file beside it",
+        "'../c.safetensors' is not a file beside it",
     ),
     "beyond the file": (
         lambda p: change(p, lambda g: pieces(g)[0].__setitem__(1, 1 << 40)),
-        r"master.layer.\d lies outside of its file",
+        r"master.layer.\d is outside of its file",
     ),
     "before the file": (
         lambda p: change(p, lambda g: pieces(g)[0].__setitem__(1, -8)),
-        "-8 is no count",
+        "-8 is not a count",
     ),
     "a piece twice": (
         lambda p: change(p, lambda g: pieces(g).__setitem__(-1, pieces(g)[0])),
@@ -220,7 +220,7 @@ def test_every_bit_of_one_file_counts(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="is damaged between bytes"):
             load(file, training.optimizer)
         file.write_bytes(whole[: draw.randrange(len(whole))])
-        with pytest.raises(InputError, match=r"no file of safetensors|it was cut off"):
+        with pytest.raises(InputError, match=r"not a file of safetensors|it was cut off"):
             load(file, training.optimizer)
     file.write_bytes(whole)
     assert load(file, training.optimizer).steps == 2

@@ -101,7 +101,9 @@ def read_header(path: Path) -> dict[str, Any]:
                 raise ValueError
             return dict(json.loads(file.read(length)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{path} is no file of safetensors, or cannot be read: {error}") from None
+        raise InputError(
+            f"{path} is not a file of safetensors, or cannot be read: {error}"
+        ) from None
 
 
 class DigestingWriter:

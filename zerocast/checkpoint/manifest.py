@@ -128,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     except (OSError, *DAMAGED) as error:
         raise InputError(
-            f"{path} is no checkpoint of zerocast, or its manifest is damaged "
+            f"{path} is not a checkpoint of zerocast, or its manifest is damaged "
             f"({type(error).__name__}: {error}); load an earlier checkpoint."
         ) from None
     if version != FORMAT:
@@ -164,7 +164,7 @@ def check_place(path: Path) -> None:
         ]  # fmt: skip
         if foreign:
             raise InputError(
-                f"a checkpoint needs a directory of its own, and {path} holds {foreign[0]!r}, "
+                f"a checkpoint needs a separate directory, and {path} holds {foreign[0]!r}, "
                 f"which no save of zerocast has put there; name another directory."
             )
     elif path.exists():
@@ -181,7 +181,7 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
     for file in files:
         begin, end = _counts([file.begin, file.num_bytes])
         if Path(file.name).name != file.name or file.name in ("", ".."):
-            raise ValueError(f"{file.name!r} is no file beside it")
+            raise ValueError(f"{file.name!r} is not a file beside it")
         if begin > end or len(file.digests) != math.ceil((end - begin) / BLOCK):
             raise ValueError(f"it has not a digest for each block of {file.name}")
     tensors = {}
@@ -192,7 +192,7 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
             chunk = Chunk(Box(_counts(offsets), _counts(sizes)), files[number], *_counts([start]))
             end = start + math.prod(chunk.box.sizes) * dtype.itemsize
             if start < chunk.file.begin or end > chunk.file.num_bytes:
-                raise ValueError(f"{name} lies outside of its file")
+                raise ValueError(f"{name} is outside of its file")
             chunks.append(chunk)
         if not are_whole(shape, [chunk.box for chunk in chunks]):
             raise ValueError(f"the pieces of {name} are not each of its elements once")
@@ -205,5 +205,5 @@ def _counts(values: Any) -> tuple[int, ...]:
     """Return whole numbers as they are, from 0 up to what 64 bits hold."""
     for value in values:
         if type(value) is not int or not 0 <= value < 2**63:
-            raise ValueError(f"{value!r} is no count")
+            raise ValueError(f"{value!r} is not a count")
     return tuple(values)

@@ -112,8 +112,8 @@ class Writer(StorageWriter):
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 raise UnsupportedError(
-                    f"{item.index.fqn} is no tensor, and would have to be pickled; give "
-                    f"zerocast.checkpoint.save what is no tensor, by extra."
+                    f"{item.index.fqn} is not a tensor, and would have to be pickled; give "
+                    "zerocast.checkpoint.save such values by extra."
                 )
         return plan
 

@@ -68,7 +68,7 @@ def _safetensors(path: Path) -> Iterator[Entry]:
             for name in file.keys():  # noqa: SIM118  (it is no dictionary)
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is no readable .safetensors file: {error}") from error
+        raise InputError(f"{path} is not a readable .safetensors file: {error}") from error
 
 
 def _load(source: Path | io.BytesIO, path: Path) -> Any:

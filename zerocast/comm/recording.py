@@ -96,33 +96,30 @@ class RecordingCommunicator(Communicator):
         return total
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Set all counts to zero."""
         self.traffic = {}
 
     def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
-        sent = lambda: (buffer.nbytes, 2 * (self.size - 1) * buffer.nbytes // self.size)  # noqa: E731
-        with self._count("all_reduce", sent):
+        with self._count("all_reduce", lambda: self._ring(buffer, passes=2)):
             getattr(self.comm, what)(buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
-        with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
+        with self._count("all_gather", lambda: self._all_but(self.rank + 1, buffer, counts)):
             self.comm.all_gather_(buffer, counts)
 
     def start_all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> Wait:
-        with self._count("all_gather", lambda: self._all_gather(buffer, counts)):
+        with self._count("all_gather", lambda: self._all_but(self.rank + 1, buffer, counts)):
             wait = self.comm.start_all_gather_(buffer, counts)
         return self._timed("all_gather", wait)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
-        sent = lambda: (buffer.nbytes, (self.size - 1) * buffer.nbytes // self.size)  # noqa: E731
-        with self._count("reduce_scatter", sent):
+        with self._count("reduce_scatter", lambda: self._ring(buffer, passes=1)):
             self.comm.reduce_scatter_sum(output, buffer)
 
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
-        own = lambda: self._part(buffer, sent, self.rank)  # noqa: E731
-        with self._count("all_to_all", lambda: (buffer.nbytes, buffer.nbytes - own())):
+        with self._count("all_to_all", lambda: self._all_but(self.rank, buffer, sent)):
             wait = self.comm.start_all_to_all(output, buffer, received, sent)
         return self._timed("all_to_all", wait)
 
@@ -152,16 +149,18 @@ class RecordingCommunicator(Communicator):
     def __repr__(self) -> str:
         return f"RecordingCommunicator({self.comm!r})"
 
-    # What a collective is called on and what it sends, in bytes, once it has accepted its buffer.
+    # The bytes that a collective is called on and those that it sends, once it has accepted its
+    # buffer.
 
-    def _all_gather(self, buffer: torch.Tensor, counts: Parts) -> tuple[int, int]:
-        return buffer.nbytes, buffer.nbytes - self._part(buffer, counts, self.rank + 1)
+    def _ring(self, buffer: torch.Tensor, passes: int) -> tuple[int, int]:
+        """Return both for ``passes`` passes of a ring, in which all parts but one are sent."""
+        return buffer.nbytes, passes * (self.size - 1) * buffer.nbytes // self.size
 
-    def _part(self, buffer: torch.Tensor, counts: Parts, rank: int) -> int:
-        """Return the bytes of a rank's part of ``buffer``."""
+    def _all_but(self, rank: int, buffer: torch.Tensor, counts: Parts) -> tuple[int, int]:
+        """Return both for a collective that sends all parts of ``buffer`` but that of ``rank``."""
         if counts is None:
-            return buffer.nbytes // self.size
-        return int(counts[rank % self.size]) * buffer.itemsize
+            return buffer.nbytes, buffer.nbytes - buffer.nbytes // self.size
+        return buffer.nbytes, buffer.nbytes - int(counts[rank % self.size]) * buffer.itemsize
 
     def _timed(self, kind: str, wait: Wait) -> Wait:
         """``wait``, whose time counts as that of the collective just begun."""

@@ -197,7 +197,7 @@ def _of_transformers(path: Path) -> torch.nn.Module:
             )
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path} must be the configuration of a causal language model that transformers knows; "
+            f"{path} must be the configuration of a causal language model that transformers has; "
             f"it says: {error}"
         ) from error
     assert isinstance(made, torch.nn.Module)

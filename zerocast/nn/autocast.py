@@ -80,7 +80,7 @@ def model_init(
             it.
 
     Raises:
-        InputError: for another recipe.
+        InputError: for anything that is not a recipe.
     """
     check_flag("enabled", enabled)
     check_flag("preserve_high_precision_init_val", preserve_high_precision_init_val)
@@ -159,7 +159,7 @@ class autocast(ContextDecorator):
             uses its own amaxes alone.
 
     Raises:
-        InputError: for another recipe or group.
+        InputError: for anything that is not a recipe, or not a group.
     """
 
     def __init__(

@@ -235,7 +235,7 @@ def explain(
         dtype: the dtype of their results; by default that of each weight.
 
     Raises:
-        InputError: for another recipe, or fewer than one token.
+        InputError: for anything that is not a recipe, or for fewer than one token.
     """
     if recipe is None:
         recipe = current().recipe or get_default_recipe()

@@ -98,8 +98,8 @@ def check_shardable(
                     )
             elif (difference := trial.verdict()) is not None:
                 raise UnsupportedError(
-                    "ZeroOptimizer needs an element-wise optimizer, because a shard knows nothing "
-                    f"of other ranks' elements, and {optimizer_class.__name__} is not: "
+                    "ZeroOptimizer needs an element-wise optimizer, because a shard does not "
+                    f"contain other ranks' elements, and {optimizer_class.__name__} is not: "
                     f"{difference}; {_REMEDY}."
                 )
 

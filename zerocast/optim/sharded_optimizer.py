@@ -160,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(
                 "get_optimizer_state_dict takes tensors to be whole or DTensors, and every rank of "
                 "a ZeroOptimizer holds other elements; call zerocast.checkpoint.save, or let every "
-                "rank save what its optimizer.state_dict() returns in a file of its own."
+                "rank save what its optimizer.state_dict() returns in a separate file."
             )
         if (error := self._progress.unfinished_error("state_dict")) is not None:
             raise error
