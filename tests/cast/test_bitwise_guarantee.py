@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.nightly import nightly
 from tests.support.partitions import draw_partition
 from tests.support.recipes import VARIANTS
 from tests.support.same_bytes import assert_same_storage
@@ -181,11 +182,6 @@ def one_weight(shape: tuple[int, int], kind: str, partition: list[Extent]) -> Ca
     case.dtypes, case.columnwise, case.own_buffers = [torch.bfloat16], [True], False
     case.masters, case.partitions = [draw_values(kind, numel, partition[0].end)], [partition]
     return case
-
-
-def nightly(*values: Any) -> Any:
-    """A parameter of a test that only the nightly run takes."""
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def test_random_partitions_on_every_communicator(ranks: Any) -> None:

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 import zerocast
 from tests.support.claims import assert_same_tensors, one_message, stored
 from tests.support.living_ranks import LivingRanks
+from tests.support.nightly import nightly
 from tests.support.partitions import draw_partition
 from tests.support.recipes import RECIPES
 from tests.support.values import KINDS, draw_values
@@ -201,9 +202,7 @@ class CastLife(RuleBasedStateMachine):
         self.ranks.end()
 
 
-@pytest.mark.parametrize(
-    ("lives", "steps"), [(12, 15), pytest.param(1000, 50, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("lives", "steps"), [(12, 15), nightly(1000, 50)])
 def test_any_life_of_a_cast(lives: int, steps: int) -> None:
     """What is drawn, and what must hold after each step, :class:`CastLife` says."""
     drawn = settings(max_examples=lives, stateful_step_count=steps)

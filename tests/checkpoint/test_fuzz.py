@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.optim.training import Training, assert_same_lists
+from tests.support.nightly import nightly
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
 from zerocast.checkpoint.manifest import _digest
@@ -48,7 +49,7 @@ def edit(given: Any, draw: random.Random) -> None:
                     holder[key] += draw.choice((-(2**40), -8, -4, -1, 1, 4, 8, 2**40))
 
 
-@pytest.mark.parametrize("inputs", [60, pytest.param(20_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("inputs", [60, nightly(20_000)])
 def test_an_edited_manifest_is_refused_or_right(tmp_path: Path, inputs: int) -> None:
     """Its digest is made right again, so nothing but the checks of what it says is in the way."""
     draw, saved = random.Random(inputs), Training(None, RECIPES["delayed"])
@@ -75,7 +76,7 @@ def test_an_edited_manifest_is_refused_or_right(tmp_path: Path, inputs: int) -> 
     assert refused > inputs // 2
 
 
-@pytest.mark.parametrize("inputs", [30, pytest.param(20_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("inputs", [30, nightly(20_000)])
 def test_flipped_and_cut_files_are_refused(tmp_path: Path, inputs: int) -> None:
     """Any bit of the manifest or of a file that it names, and any cut."""
     draw, training = random.Random(inputs), Training(None, RECIPES["delayed"])

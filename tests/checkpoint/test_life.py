@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from tests.optim.training import Training, Whole, assert_same_lists
 from tests.support.claims import one_message
 from tests.support.living_ranks import LivingRanks
+from tests.support.nightly import nightly
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
 from zerocast.checkpoint.zero import ZeroTraining
@@ -146,9 +147,7 @@ class TrainingLife(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize(
-    ("lives", "steps"), [(6, 8), pytest.param(300, 30, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("lives", "steps"), [(6, 8), nightly(300, 30)])
 def test_any_life_of_a_training(lives: int, steps: int) -> None:
     """What is drawn, and what must hold after each step, :class:`TrainingLife` says."""
     drawn = settings(max_examples=lives, stateful_step_count=steps)

@@ -22,7 +22,6 @@ from tests.support.compiled import (
     ON_CPU,
     assert_as_reference,
     on_cpu,
-    on_every_backend,
 )
 from tests.support.operations import (
     Scheme,
@@ -37,7 +36,7 @@ from tests.support.operations import (
     scheme_of,
 )
 from tests.support.partitions import draw_partition
-from tests.support.recipes import VARIANTS
+from tests.support.recipes import RECIPES, VARIANTS
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
@@ -98,7 +97,6 @@ SCHEMES = {
     "nvfp4-1x16-4over6": partial(nvfp4, numerics=FOUR_OVER_SIX[0], height=1),
     "nvfp4-1x16-drawn": partial(nvfp4, numerics=DRAWN, height=1),
 }
-every_scheme = pytest.mark.parametrize("name", SCHEMES)
 FLUSHED = ("nvfp4", "current", "e5m2", "powers of two")
 
 
@@ -207,16 +205,17 @@ def test_every_tie_between_codes_and_its_neighbours(numerics):
 )
 def test_values_of_every_kind(name, kind, flushes):
     """Whole weights and cut ones, of normal, tiny, huge, tied, zero, subnormal and non-finite
-    values; with and without what torch.set_flush_denormal(True) does to the calling thread.
+    values, rounded to each dtype in turn; with and without what torch.set_flush_denormal(True) does
+    to the calling thread.
     """
     torch.set_flush_denormal(flushes)
     try:
-        for seed, round_to in enumerate(NOMINALS):
-            scheme = replace(SCHEMES[name](35, 96), round_to=round_to)
+        for seed in (KINDS.index(kind), KINDS.index(kind) + 1):
+            scheme = replace(SCHEMES[name](35, 96), round_to=NOMINALS[seed % 3])
             remembers = isinstance(scheme.numerics, Float8DelayedNumerics)
             kinds = (kind, "normal") if remembers else (kind,)
             masters = [draw_values(each, 35 * 96, seed) for each in kinds]
-            extents = [scheme.whole] if seed == 0 else draw_partition(3360, 4, random.Random(9))
+            extents = [scheme.whole] if seed % 2 else draw_partition(3360, 4, random.Random(9))
             assert_casts_as_reference(scheme, masters, extents)
     finally:
         torch.set_flush_denormal(False)
@@ -304,15 +303,17 @@ PLACES = ((0, 0), (2**34 - 64, 0), (2**34 - 640, 0), (48, 0), (48, 96), (16, 2**
 CPU_ONLY = ("any planes", "nvfp4-1x16-4over6")
 
 
-@on_every_backend
+@pytest.mark.parametrize("name", [*ON_CPU, pytest.param("cuda", marks=needs_emulation)])
 @settings(max_examples=100)
 @given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
 def test_any_scheme_shape_and_partition(name, data, kind, seed):
     """Ragged edges; cuts inside rows, blocks and bytes, or any one extent, in the whole weight's
     codes or in its own; masters of any dtype at an odd address; the masters' amaxes or any others;
     scales stored in any layout; a part that draws by its place in the whole. What lies outside of
-    the extents keeps its value to the nibble.
+    the extents keeps its value to the nibble. CUDA's threads run in a drawn order.
     """
+    backends = EMULATED if name == "cuda" else {name: ON_CPU[name]}
+    name = data.draw(st.sampled_from([*backends]))
     names = [each for each in SCHEMES if name in ON_CPU or each not in CPU_ONLY]
     kinds = named(names), eight_bits_in_blocks(), rows_and_columns(), four_bits()
     scheme = data.draw(st.one_of(*kinds))
@@ -329,8 +330,7 @@ def test_any_scheme_shape_and_partition(name, data, kind, seed):
         options["amax_kind"] = data.draw(st.sampled_from((None, *KINDS)))
     odd = data.draw(st.integers(0, 3))
     master = draw_values(kind, numel + odd, seed).to(NOMINALS[seed // 3 % 3])[odd:]
-    backends = {name: COMPILED[name]}
-    assert_casts_as_reference(scheme, [master], extents, backends, **options)
+    assert_casts_as_reference(scheme, [master], extents, {name: backends[name]}, **options)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -377,9 +377,10 @@ def in_patches(draw: st.DrawFn) -> Scheme:
     return Scheme(numerics, *layouts, round_to=draw(st.sampled_from(NOMINALS)))
 
 
-@pytest.mark.parametrize("name", EMULATED)
+@needs_emulation
 @settings(max_examples=60)
 @given(
+    name=st.sampled_from([*EMULATED]),
     scheme=in_patches(),
     ranks=st.integers(1, 3),
     kind=st.sampled_from(KINDS),
@@ -399,10 +400,17 @@ def test_one_pass_of_cuda_writes_what_two_passes_do(name, scheme, ranks, kind, s
     assert_same_tensors(written, expected, f"{scheme}, {extents}")
 
 
-@pytest.mark.parametrize(
-    ("threads", "rows", "cols"), [(2, 35, 4128), (4, 1000, 288), (3, 3, 80_032), (1, 1100, 160)]
-)
-@every_scheme
+THREADS = [(2, 35, 4128), (4, 1000, 288), (3, 3, 80_032), (1, 1100, 160)]
+# One of every kind of cast in every way, the others in one of them in turn.
+SHARED = [
+    (name, *threads)
+    for i, name in enumerate(SCHEMES)
+    for j, threads in enumerate(THREADS)
+    if name in RECIPES or i % 4 == j
+]
+
+
+@pytest.mark.parametrize(("name", "threads", "rows", "cols"), SHARED)
 def test_threads_share_a_weight(name, threads, rows, cols):
     """Cuts between threads fall inside one row of blocks, or between many, of rows and columns
     longer than a strip: no byte differs.

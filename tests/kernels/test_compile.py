@@ -15,6 +15,7 @@ from scripts.sass_report import (
     nvdisasm,
     report_of,
 )
+from tests.support.nightly import nightly
 from zerocast.backends.cuda.compiler import FLAGS, architecture, compile_text, import_nvrtc
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.errors import BackendError
@@ -92,7 +93,7 @@ ALIKE = re.compile(
 """Kernels whose formulas another has: in other tiles, or shared by casts and fused operations."""
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [False, nightly(True)])
 @pytest.mark.parametrize("name", INSTANCES)
 def test_arithmetic_is_ieee(name: str, every: bool) -> None:
     """No instruction flushes subnormals, contracts a product and a sum, or divides approximately;
@@ -122,10 +123,10 @@ CONVERSIONS = ("cvt.rn.bf16x2.f32", "cvt.rn.f16.f32", "cvt.f32.f16", "cvt.rn.sat
     ("arch", "fp8", "e2m1"),
     [
         ("compute_80", False, False),
-        pytest.param("compute_89", True, False, marks=pytest.mark.nightly),
+        nightly("compute_89", True, False),
         ("compute_90", True, False),
         ("compute_100a", True, True),
-        pytest.param("compute_103a", True, True, marks=pytest.mark.nightly),
+        nightly("compute_103a", True, True),
         ("compute_120a", True, True),
     ],
 )

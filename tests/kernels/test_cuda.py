@@ -5,10 +5,7 @@ import hashlib
 import os
 import subprocess
 import sys
-import threading
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -16,9 +13,10 @@ import torch
 from hypothesis import given, settings
 
 import zerocast
+from tests.kernels.conftest import Event, Stream
 from zerocast.backends.cuda import Arguments, Kernel, compiler, kernel_cache
 from zerocast.backends.cuda.cuts import tiled
-from zerocast.backends.cuda.device import WORDS, DeviceLauncher
+from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
     LONG_TILE_COLS,
@@ -182,7 +180,7 @@ def test_the_key_holds_everything(nvrtc: object, tmp_path: Path, monkeypatch) ->
     assert changed()
 
 
-def test_many_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
+def test_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
     """Processes that start together on an empty cache all get the kernel, and leave one file."""
     code = (
         "import hashlib, sys; from pathlib import Path\n"
@@ -196,10 +194,10 @@ def test_many_ranks_compile_at_once(nvrtc: object, tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
     digests = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     (file,) = tmp_path.iterdir()
     kernel = kernel_cache.kept(file)
     assert kernel is not None
@@ -221,88 +219,28 @@ def test_sources_that_are_nowhere(monkeypatch) -> None:
         cuda_sources()
 
 
-# --- the launcher of a GPU, with a driver and streams that only take notes ---
-
-
-class Driver:
-    """Of CuPy's interface what a launch uses."""
-
-    class CUDADriverError(RuntimeError):
-        """What a call raises."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, ...]] = []
-        self.failing = False
-
-    def launchKernel(self, *arguments: int) -> None:
-        if self.failing:
-            raise self.CUDADriverError("CUDA_ERROR_ILLEGAL_ADDRESS")
-        self.calls.append(arguments)
-
-
-class Runtime:
-    """Of CuPy's interface what makes a context current in the calling thread."""
-
-    def __init__(self) -> None:
-        self.threads: list[tuple[int, int]] = []
-
-    def setDevice(self, index: int) -> None:
-        self.threads.append((threading.get_ident(), index))
-
-
-class Stream:
-    """One of torch's streams."""
-
-    def __init__(self, address: int) -> None:
-        self.cuda_stream = address
-        self.waited: list[object] = []
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-
-class Event:
-    """One of torch's events."""
-
-    over = False
-
-    def query(self) -> bool:
-        return self.over
-
-
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> DeviceLauncher:
-    """A launcher for a GPU that is not there."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("zerocast.backends.cuda.device.import_nvrtc", lambda: None)
-    launcher = DeviceLauncher(torch.device("cuda", 0))
-    launcher.__dict__["_cupy"] = SimpleNamespace(driver=Driver(), runtime=Runtime())
-    return launcher
+# --- the launcher of a GPU that is not there ---
 
 
 KERNEL = Kernel("partial_cast", 128, ("NVFP4Numerics", "StochasticVec4", "Tile"))
 
 
-def test_a_launch_is_one_call_on_the_current_stream(launcher, monkeypatch) -> None:
+def test_a_launch_is_one_call_on_the_current_stream(gpu) -> None:
     """The driver gets the kernel, grid, block, torch's stream and the argument table."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0xABC))
+    gpu.use(Stream(0xABC))
     arguments = Arguments([1, 2])
-    launcher.launch(KERNEL, 77, 1000, arguments)
+    gpu.launcher.launch(KERNEL, 77, 1000, arguments)
     expected = (77, 1000, 1, 1, 128, 1, 1, 0, 0xABC, arguments.address, 0)
-    assert launcher._driver.calls == [expected]
-    assert launcher.launches == 1
+    assert gpu.calls == [expected]
+    assert gpu.launcher.launches == 1
 
 
-def test_a_launch_waits_for_tables_sent_on_another_stream(launcher, monkeypatch) -> None:
+def test_a_launch_waits_for_tables_sent_on_another_stream(gpu, monkeypatch) -> None:
     """On the stream of the upload nothing is waited for, on another one the upload's event until it
     is over, in a capture nothing.
     """
-    stream = Stream(5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    launcher, stream = gpu.launcher, Stream(5)
+    gpu.use(stream)
     launcher._uploads[5] = Event()
     launcher.launch(KERNEL, 1, 1, Arguments([]))
     assert stream.waited == []
@@ -319,23 +257,23 @@ def test_a_launch_waits_for_tables_sent_on_another_stream(launcher, monkeypatch)
     assert list(launcher._uploads) == [5]
 
 
-def test_a_driver_error_names_the_kernel(launcher, monkeypatch) -> None:
+def test_a_driver_error_names_the_kernel(gpu, monkeypatch) -> None:
     """What the driver refuses reaches the user with the kernel's name and what to do."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))
-    launcher._driver.failing = True
+
+    def fail(*_: int) -> None:
+        raise gpu.launcher._driver.CUDADriverError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(gpu.launcher._driver, "launchKernel", fail)
     message = rf"{KERNEL} on 9 blocks.*ILLEGAL.*CUDA_LAUNCH_BLOCKING=1"
     with pytest.raises(BackendError, match=message):
-        launcher.launch(KERNEL, 1, 9, Arguments([]))
+        gpu.launcher.launch(KERNEL, 1, 9, Arguments([]))
 
 
-def test_a_small_table_goes_with_a_launch(launcher, monkeypatch) -> None:
+def test_a_small_table_goes_with_a_launch(gpu, monkeypatch) -> None:
     """Also in a capture: the words are arguments of a kernel, in the order of its parameters."""
     made = torch.zeros(2, 3, dtype=torch.int64)
     monkeypatch.setattr("torch.empty_like", lambda table, device: made)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))
-    launcher.__dict__["_write"] = 55
     given: list[list[int]] = []
 
     def launch_kernel(handle, *numbers) -> None:
@@ -345,24 +283,22 @@ def test_a_small_table_goes_with_a_launch(launcher, monkeypatch) -> None:
             words = ctypes.cast(pointers[at], ctypes.POINTER(ctypes.c_int64 * size))
             given.append(list(words.contents))
 
-    monkeypatch.setattr(launcher._driver, "launchKernel", launch_kernel)
-    assert launcher.upload(torch.tensor([[1, 2, 3], [-4, 5, 2**62]])) is made
+    monkeypatch.setattr(gpu.launcher._driver, "launchKernel", launch_kernel)
+    assert gpu.launcher.upload(torch.tensor([[1, 2, 3], [-4, 5, 2**62]])) is made
     assert given[:2] == [[made.data_ptr()], [6]]
     assert given[2] == [1, 2, 3, -4, 5, 2**62] + [0] * (WORDS - 6)
-    assert (
-        f"constexpr int WORDS = {WORDS};"
-        in (cuda_sources() / "cuda" / "write_words.cu").read_text()
-    )
+    source = (cuda_sources() / "cuda" / "write_words.cu").read_text()
+    assert f"constexpr int WORDS = {WORDS};" in source
 
 
-def test_tables_are_not_sent_in_a_capture(launcher, monkeypatch) -> None:
+def test_tables_are_not_sent_in_a_capture(gpu, monkeypatch) -> None:
     """Making a plan, and binding masters, inside of a capture is refused with the other way."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     table = torch.zeros(WORDS + 1, dtype=torch.int64)
     with pytest.raises(BackendError, match="must be made, and a tensor of a new shape"):
-        launcher.upload(table)
+        gpu.launcher.upload(table)
     with pytest.raises(BackendError, match="masters must be bound before a CUDA graph"):
-        launcher.refresh(table, table)
+        gpu.launcher.refresh(table, table)
 
 
 # --- the choice ---

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import zerocast
-from tests.cast.test_bitwise_guarantee import DTYPES, Case, check_in_process, nightly
+from tests.cast.test_bitwise_guarantee import DTYPES, Case, check_in_process
 from tests.cast.test_tp_shards import cast_parts
 from tests.cuda_emulation.emulator import Emulator, needs_emulation
 from tests.support.claims import assert_same_tensors
+from tests.support.nightly import nightly
 from tests.support.operations import operand
 from tests.support.recipes import RECIPES, SHARDABLE, VARIANTS
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage

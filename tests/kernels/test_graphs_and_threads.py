@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,13 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.kernels.conftest import Stream
 from tests.support.recipes import RECIPES, VARIANTS
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, prepared
 from zerocast.backends.cuda.cuts import Cuts
-from zerocast.backends.cuda.device import WORDS, DeviceLauncher
+from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.tiling import shard_tiles
 from zerocast.cast import prepared_cast
 from zerocast.cast.exchange import Exchange
@@ -169,31 +169,7 @@ def test_threads_share_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tables._tiles) == 2
 
 
-# --- the launcher of a GPU, whose driver, streams and events only take notes ---
-
-
-class Stream:
-    """One of torch's streams."""
-
-    def __init__(self, number: int) -> None:
-        self.cuda_stream = number
-        self.waited: list[object] = []
-
-    def record_event(self) -> "Event":
-        return Event()
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-
-class Event:
-    """One of torch's events, over when it is asked for the second time."""
-
-    def __init__(self) -> None:
-        self._asked = iter((False,))
-
-    def query(self) -> bool:
-        return next(self._asked, True)
+# --- the launcher of a GPU that is not there ---
 
 
 class Table:
@@ -204,43 +180,6 @@ class Table:
 
     def record_stream(self, stream: Stream) -> None:
         self.streams.append(stream.cuda_stream)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A launcher for a GPU that is not there: ``launcher``, ``contexts``, the threads in which
-    CUDA's runtime was called, and ``use(stream)``, which makes one the thread's current one.
-    """
-    here = threading.local()
-    contexts: list[tuple[threading.Thread, int]] = []
-
-    def current() -> Stream:
-        if not hasattr(here, "stream"):
-            here.stream = Stream(threading.get_ident())
-        return here.stream
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", current)
-    monkeypatch.setattr("torch.empty_like", lambda table, device: table.clone())
-    monkeypatch.setattr("zerocast.backends.cuda.device.import_nvrtc", lambda: None)
-    launcher = DeviceLauncher(torch.device("cuda", 0))
-    launcher.__dict__["_cupy"] = SimpleNamespace(
-        driver=SimpleNamespace(launchKernel=lambda *_: None, CUDADriverError=RuntimeError),
-        runtime=SimpleNamespace(
-            setDevice=lambda index: contexts.append((threading.current_thread(), index))
-        ),
-    )
-    launcher.__dict__["_write"] = 1
-    return SimpleNamespace(
-        launcher=launcher,
-        contexts=contexts,
-        use=lambda stream: setattr(here, "stream", stream),
-    )
 
 
 def test_uploads_by_threads(gpu: Any) -> None:
