@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from tests.conftest import THREADS, Ranks, stamp
-from tests.support.ranks import MPI_RANKS, PROCESSES
+from tests.conftest import Ranks, stamp
 from zerocast.comm import Communicator
 
+# Each kind of processes alone, with all, and with a number between.
+SIZES = {"single_rank": (1,), "in_process": range(1, 6), "mpi": (1, 3, 4),
+         "torch_distributed": (1, 2, 4)}  # fmt: skip
 
-@pytest.fixture(
-    params=THREADS + [stamp(kind, n) for kind in PROCESSES for n in range(1, MPI_RANKS + 1)]
-)
+
+@pytest.fixture(params=[stamp(kind, size) for kind in SIZES for size in SIZES[kind]])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """SingleRank, threads on 1 to 5 ranks, every other kind on 1 to 4."""
+    """SingleRank, threads on 1 to 5 ranks, every other kind on some of 1 to 4."""
     return Ranks(*request.param)
 
 

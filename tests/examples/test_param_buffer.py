@@ -1,5 +1,6 @@
 """The parameter buffer by hand: right bytes, waited for layer by layer, on any number of ranks."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 import zerocast
+from tests.conftest import Ranks, stamp
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.late_gathers import GathersLate
+from tests.support.nightly import nightly
 from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import PROCESSES, on_ranks
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -63,6 +66,7 @@ def train(example, recipe: str, comm: Communicator, bucket_size: int) -> dict[st
     return stored(model)
 
 
+@functools.cache
 def trained_alone(example, recipe: str) -> dict[str, torch.Tensor]:
     """By one rank: in a thread, too, because ranks multiply on one core each, and more would round
     otherwise.
@@ -70,20 +74,30 @@ def trained_alone(example, recipe: str) -> dict[str, torch.Tensor]:
     return run_in_process(1, lambda comm: train(example, recipe, comm, LARGE))[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("bucket_size", [SMALL, 3000, LARGE])
-def test_any_number_of_ranks_trains_the_same_bytes(example, comm_kind, recipe, bucket_size):
-    """On 3 ranks, of threads also on 5 and 7, three steps leave on every rank the bytes of one
-    rank, and those of the unsharded cast, in buckets of one weight and of all: some ranks own
-    nothing of a small weight, or of a whole bucket but padding.
+# Each recipe meets each size of buckets and each number of threads; processes gather as threads do.
+TRAININGS = [
+    pytest.param(recipe, bucket_size, on.values[0], marks=on.marks, id=f"{recipe}-{on.id}")
+    for i, recipe in enumerate(RECIPES)
+    for bucket_size, on in [
+        *((size, stamp("in_process", 3 + 2 * ((i + j) % 3)))
+          for j, size in enumerate((SMALL, 3000, LARGE))),
+        (3000, stamp(PROCESSES[i % 2], 3)),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "bucket_size", "ranks"), TRAININGS, indirect=["ranks"])
+def test_any_number_of_ranks_trains_the_same_bytes(
+    example, recipe: str, bucket_size: int, ranks: Ranks
+) -> None:
+    """On 3, 5 and 7 ranks, three steps leave on every rank the bytes of one rank, and those of the
+    unsharded cast, in buckets of one weight and of all: some ranks own nothing of a small weight,
+    or of a whole bucket but padding.
     """
-    if comm_kind != "in_process" and bucket_size != 3000:
-        pytest.skip("processes gather as threads do; one size of buckets is enough to show it")
     expected = trained_alone(example, recipe)
-    for size in (3, 5, 7) if comm_kind == "in_process" else (3,):
-        by_rank = run_ranks(comm_kind, size, lambda comm: train(example, recipe, comm, bucket_size))
-        for rank, found in enumerate(by_rank):
-            assert_same_tensors(found, expected, f"on rank {rank} of {size}")
+    by_rank = ranks.run(lambda comm: train(example, recipe, comm, bucket_size))
+    for rank, found in enumerate(by_rank):
+        assert_same_tensors(found, expected, f"on rank {rank} of {ranks.size}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -194,7 +208,7 @@ def test_a_weight_without_a_unit_is_refused(example):
 
 @pytest.mark.parametrize(
     "launcher",
-    ["mpiexec", pytest.param("torchrun", marks=pytest.mark.nightly)],
+    ["mpiexec", nightly("torchrun")],
 )
 def test_the_program_says_what_it_trained(launcher):
     """On 3 ranks the GPT trains, sends less than half of BF16's bytes with NVFP4 codes, and holds

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.examples.test_examples import EXAMPLES, WITH_WRONG_SCALE
+from tests.support.nightly import nightly
 from tests.support.programs import on_mpi_ranks, on_torchrun_ranks, output_of
 
 FSDP2, TENSOR_PARALLEL = EXAMPLES / "fsdp2.py", EXAMPLES / "tensor_parallel.py"
@@ -57,7 +58,7 @@ def with_quantized_operands(*program: object) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("delayed", "mxfp8")),
+    [*map(nightly, ("delayed", "mxfp8")),
      "nvfp4-4over6"],
 )  # fmt: skip
 def test_fsdp2_runs_under_torchrun(recipe: str) -> None:
@@ -66,7 +67,7 @@ def test_fsdp2_runs_under_torchrun(recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("recipe", ["current", nightly("mxfp8")])
 def test_quantized_inputs_run_under_torchrun(recipe: str) -> None:
     """With quantized activations and gradients, too; recipes of one scale a tensor gather most
     inputs in codes.
@@ -99,9 +100,9 @@ def test_receivers_have_the_trainer_s_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dialect",
-    ["compressed-tensors/nvfp4", pytest.param("modelopt/mxfp8", marks=pytest.mark.nightly)],
+    ["compressed-tensors/nvfp4", nightly("modelopt/mxfp8")],
 )
 def test_receivers_are_fed_under_torchrun(dialect: str) -> None:
-    """Four ranks train and two receive; of FP8, the receiver of the test before."""
-    said = output_of(on_torchrun_ranks(6, REFIT, "--dialect", dialect, "--steps", 2))
+    """Two ranks train and two receive; of FP8, the receiver of the test before."""
+    said = output_of(on_torchrun_ranks(4, REFIT, "--dialect", dialect, "--steps", 2))
     assert said.count("the same at 2 receivers") == 2

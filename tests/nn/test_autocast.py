@@ -14,7 +14,7 @@ import torch
 import zerocast
 from tests.oracles.scalar_delayed import AMAXES, Delayed
 from tests.support.claims import assert_same_tensors
-from tests.support.ranks import PROCESSES, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import (
     Communicator,
@@ -92,7 +92,7 @@ def test_fifty_steps_are_those_of_the_plain_rule_on_every_rank(ranks):
     """Histories, scales and the scale_inv of every cast, of layers of different recipes, forward
     and backward, with zero, tiny, infinite and NaN amaxes among them, tensors that are cast twice,
     that some ranks skip, and that all skip: they are the restated rule's, the same on all ranks.
-    Where there are no ranks, on the reference; on processes twenty steps, five times a history.
+    Where there are no ranks, on the reference; on several ranks twenty steps, five times a history.
     """
 
     def rank(comm):
@@ -123,7 +123,7 @@ def test_fifty_steps_are_those_of_the_plain_rule_on_every_rank(ranks):
             for layer in layers:
                 layer.forward(0.0)  # which joins, in the same order everywhere, and moves nothing
         waiting = []
-        for step in range(20 if ranks.kind in PROCESSES else 50):
+        for step in range(50 if ranks.size == 1 else 20):
             with region(comm):
                 seen = cast(0)
             for rule, amaxes in seen + waiting:
