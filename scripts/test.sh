@@ -7,6 +7,8 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 
 RANKS=4
+# There may be fewer cores than ranks: MPICH's ranks that wait have to give theirs up, not to poll first.
+export MPIR_CVAR_ENABLE_HEAVY_YIELD=1 MPIR_CVAR_POLLS_BEFORE_YIELD=1
 # What one process compiles is read by the others: there are hundreds, and pytest rewrites each file of tests.
 unset PYTHONDONTWRITEBYTECODE
 
@@ -19,13 +21,11 @@ style() {
 # launcher is that of mpi4py's MPI; another would start four jobs of one rank (tests/conftest.py
 # refuses that). The slow ones are run by hand: CONTRIBUTING.md says how. Those of
 # sharded models have a session of their own: what followed them in one was seen to run much slower.
-# There may be fewer cores than ranks: MPICH's ranks that wait have to give theirs up, not to poll first.
 SHARDED=(tests/sharded tests/tensor_parallel tests/torchtitan)
 tests_on_ranks() {
     local temporary status=0
     temporary=$(mktemp -d)  # where no rank tidies what sessions before have left while another one does
-    MPIR_CVAR_ENABLE_HEAVY_YIELD=1 MPIR_CVAR_POLLS_BEFORE_YIELD=1 \
-        PYTEST_DEBUG_TEMPROOT=$temporary OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x \
+    PYTEST_DEBUG_TEMPROOT=$temporary OMP_NUM_THREADS=1 "$MPIEXEC" -n "$RANKS" python -m mpi4py -m pytest -q -x \
         -p no:cacheprovider -o "tmp_path_retention_count=$RANKS" --with-mpi -m "mpi and not slow and not nightly" "$@" ||
         status=$?
     rm -rf "$temporary"

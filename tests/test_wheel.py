@@ -139,39 +139,37 @@ def run_clean(python: Path, code: str, cwd: Path | None = None) -> str:
     )
 
 
-def test_the_installed_wheel_imports_light(clean_python):
-    """Imported where neither cupy nor mpi4py is to be found, it comes from the environment."""
-    for module in ("cupy", "mpi4py", "numpy"):
-        code = f"import importlib.util as u; assert u.find_spec('{module}') is None"
-        run_clean(clean_python, code)
-    file = run_clean(clean_python, "import zerocast; print(zerocast.__file__)").split()[-1]
+def test_the_installed_wheel_imports_light_and_knows_its_version(clean_python):
+    """Imported where neither cupy nor mpi4py is to be found, it comes from the environment;
+    `zerocast.__version__` is the version of the wheel's metadata, and of this tree.
+    """
+    code = """
+import importlib.metadata, importlib.util
+for module in ("cupy", "mpi4py", "numpy"):
+    assert importlib.util.find_spec(module) is None, module
+import zerocast
+print(zerocast.__file__, zerocast.__version__, importlib.metadata.version("zerocast"))
+"""
+    file, *versions = run_clean(clean_python, code).split()[-3:]
     assert Path(file).is_relative_to(clean_python.parent.parent)
+    assert versions == [zerocast.__version__] * 2
 
 
-def test_the_installed_wheel_knows_its_version(clean_python):
-    """`zerocast.__version__` is the version of the wheel's metadata, and of this tree."""
-    code = (
-        "import importlib.metadata as m, zerocast as z; print(z.__version__, m.version(z.__name__))"
-    )
-    assert run_clean(clean_python, code).split()[-2:] == [zerocast.__version__] * 2
-
-
-@pytest.mark.parametrize("recipe", ["NVFP4BlockScaling()", "Float8CurrentScaling()"])
-def test_the_installed_wheel_quantizes_natively(clean_python, recipe):
+def test_the_installed_wheel_quantizes_natively(clean_python):
     """Without a compiler the native library serves `quantize`, with the reference's bytes."""
     run_clean(
         clean_python,
-        f"""
+        """
 import torch, zerocast
-from zerocast import Float8CurrentScaling, NVFP4BlockScaling
 torch.manual_seed(0)
 weight = torch.randn(37, 80)
-# Where the reference stepped in, this would warn, and the warning is an error.
-native = zerocast.quantize(weight, {recipe}, dtype=torch.bfloat16)
-with zerocast.use_backend("reference"):
-    reference = zerocast.quantize(weight, {recipe}, dtype=torch.bfloat16)
-for name, buffer in reference.quantized_storage.buffers.items():
-    assert torch.equal(native.quantized_storage.buffers[name], buffer), name
+for recipe in (zerocast.NVFP4BlockScaling(), zerocast.Float8CurrentScaling()):
+    # Where the reference stepped in, this would warn, and the warning is an error.
+    native = zerocast.quantize(weight, recipe, dtype=torch.bfloat16)
+    with zerocast.use_backend("reference"):
+        reference = zerocast.quantize(weight, recipe, dtype=torch.bfloat16)
+    for name, buffer in reference.quantized_storage.buffers.items():
+        assert torch.equal(native.quantized_storage.buffers[name], buffer), (recipe, name)
 """,
     )
 
