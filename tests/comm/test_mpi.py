@@ -19,38 +19,23 @@ def limited_world(limit: int):
     """The world of an MPI library whose counts end at ``limit``: it refuses larger ones."""
     from mpi4py import MPI
 
-    class Limited(MPI.Intracomm):
-        def _check(self, message):
-            _, counts, _ = message
+    def limited(name: str):
+        call = getattr(MPI.Intracomm, name)
+
+        def checked(self, *given):
+            _, counts, _ = [each for each in given if isinstance(each, list)][
+                -1
+            ]  # what is received
             total = sum(counts) if isinstance(counts, list) else counts
+            total *= self.size if name == "Ialltoall" else 1
             assert total <= limit, f"{total} items in one call, the limit is {limit}"
+            return call(self, *given)
 
-        def Iallreduce(self, sendbuf, recvbuf, op):
-            self._check(recvbuf)
-            return super().Iallreduce(sendbuf, recvbuf, op)
+        return checked
 
-        def Iallgatherv(self, sendbuf, recvbuf):
-            self._check(recvbuf)
-            return super().Iallgatherv(sendbuf, recvbuf)
-
-        def Ialltoall(self, sendbuf, recvbuf):
-            memory, count, kind = recvbuf
-            self._check([memory, count * self.size, kind])
-            return super().Ialltoall(sendbuf, recvbuf)
-
-        def Isend(self, message, dest, tag):
-            self._check(message)
-            return super().Isend(message, dest, tag)
-
-        def Irecv(self, message, source, tag):
-            self._check(message)
-            return super().Irecv(message, source, tag)
-
-        def Ibcast(self, message, root):
-            self._check(message)
-            return super().Ibcast(message, root)
-
-    return Limited(MPI.COMM_WORLD.Dup())  # which a refused call may leave unfinished
+    names = ("Iallreduce", "Iallgatherv", "Ialltoall", "Isend", "Irecv", "Ibcast")
+    kind = type("Limited", (MPI.Intracomm,), {name: limited(name) for name in names})
+    return kind(MPI.COMM_WORLD.Dup())  # which a refused call may leave unfinished
 
 
 @on_ranks

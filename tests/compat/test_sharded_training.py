@@ -12,6 +12,7 @@ import torch
 
 import zerocast
 import zerocast.compat.transformer_engine.pytorch as te
+from tests.support.nightly import nightly
 from tests.support.ranks import PROCESSES, run_ranks
 from zerocast.comm import Communicator, SingleRank
 from zerocast.compat.transformer_engine.common import recipe as recipes
@@ -221,21 +222,21 @@ def check(kind: str, ranks: int, scheme: str, loop: str, steps: int, *, manual: 
         assert len(set(losses)) == steps, (rank, losses)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "manual", "steps"),
+    [
+        (3, None, 3),
+        *(nightly(ranks, manual, 20) for ranks in (2, 3, 4) for manual in (False, True)),
+    ],
+)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("scheme", RECIPES)
-def test_losses_are_those_of_whole_masters(scheme, loop):
-    """On three ranks, with the columnwise copies made by the caller or by the next forward."""
-    check("in_process", 3, scheme, loop, 3, manual=loop == "FSDP")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("scheme", RECIPES)
-def test_losses_are_those_of_whole_masters_for_long(scheme, loop, ranks, manual):
-    """The same for 20 steps, on two to four ranks."""
-    check("in_process", ranks, scheme, loop, 20, manual=manual)
+def test_losses_are_those_of_whole_masters(scheme, loop, ranks, manual, steps):
+    """With the columnwise copies made by the caller or by the next forward: either, or that of the
+    loop.
+    """
+    manual = loop == "FSDP" if manual is None else manual
+    check("in_process", ranks, scheme, loop, steps, manual=manual)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.nightly import nightly
 from tests.support.recipes import RECIPES, VARIANTS
 from zerocast import TensorParallelShard
 from zerocast.backends.cuda import CudaBackend
@@ -134,26 +135,14 @@ class Case:
         return f"{self.size} x {self.tp} ranks, {self.weights}, {self.options}"
 
 
-def check(seed: int) -> None:
-    """Compare all ranks of one case."""
+@pytest.mark.parametrize("seed", [*range(12), *map(nightly, range(100, 500))])
+def test_a_dry_run_sends_what_a_step_sends(seed: int) -> None:
+    """Calls, bytes of buffers and bytes sent are those of a step, on every rank, exactly."""
     case = Case(seed)
     for i, recorded in enumerate(run_in_process(case.size * case.tp, case.record)):
         dry = case.estimate(i // case.tp, i % case.tp)
         estimated = sent(dry.comm), sent(*dry.tp_comms)
         assert estimated == recorded, f"seed {seed}, rank {i}: {case}"
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_dry_run_sends_what_a_step_sends(seed: int) -> None:
-    """Calls, bytes of buffers and bytes sent are those of a step, on every rank, exactly."""
-    check(seed)
-
-
-@pytest.mark.nightly
-def test_more_dry_runs_send_what_a_step_sends() -> None:
-    """The same for 400 drawn models."""
-    for seed in range(100, 500):
-        check(seed)
 
 
 def memory() -> dict[int, int]:

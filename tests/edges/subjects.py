@@ -5,7 +5,7 @@ knows what a user does after the masters were written, and what the weights must
 """
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -160,56 +160,55 @@ class Zero(Subject):
         return [self.optimizer.gather_master(p) for p in self.model.parameters()]
 
 
-class Fsdp2(Subject):
-    """Masters sharded by torch's ``fully_shard``, gathered in codes."""
+class Distributed(Subject):
+    """Masters that torch has distributed over the ranks."""
 
     def make(self) -> None:
         self.model = plain_model()
         zerocast.nn.convert(self.model, self.recipe, weights="master")
-        mesh = init_device_mesh("cpu", (self.comm.size,))
+        self.distribute(init_device_mesh("cpu", (self.comm.size,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+
+    def distribute(self, mesh: DeviceMesh) -> None:
+        """By torch's own function."""
+        raise NotImplementedError
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
+    def whole_masters(self) -> list[torch.Tensor]:
+        return [p.full_tensor().detach().clone() for p in self.masters()]
+
+
+class Fsdp2(Distributed):
+    """Sharded by ``fully_shard``, gathered in codes."""
+
+    def distribute(self, mesh: DeviceMesh) -> None:
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
 
     def masters(self) -> list[torch.Tensor]:
-        self.reshard()
-        return list(self.model.parameters())
+        self._each("reshard")
+        return super().masters()
 
-    def reshard(self) -> None:
-        """Let the parameters be masters."""
+    def _each(self, call: str) -> None:
+        """Let the parameters be masters, or weights."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def whole_masters(self) -> list[torch.Tensor]:
-        self.reshard()
-        return [p.full_tensor().detach().clone() for p in self.model.parameters()]
+                getattr(module, call)()
 
     def weights(self) -> list[torch.Tensor]:
-        self.reshard()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        self._each("reshard")
+        self._each("unshard")
         return [p.detach() for p in self.model.parameters()]
 
 
-class Tensor(Subject):
-    """Masters split by torch's ``parallelize_module``: a column-wise and a row-wise layer."""
+class Tensor(Distributed):
+    """Split by ``parallelize_module``: a column-wise and a row-wise layer."""
 
-    def make(self) -> None:
-        self.model = plain_model()
-        zerocast.nn.convert(self.model, self.recipe, weights="master")
-        mesh = init_device_mesh("cpu", (self.comm.size,))
-        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        parallelize_module(self.model, mesh, plan)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-
-    def masters(self) -> list[torch.Tensor]:
-        return list(self.model.parameters())
-
-    def whole_masters(self) -> list[torch.Tensor]:
-        return [p.full_tensor().detach().clone() for p in self.model.parameters()]
+    def distribute(self, mesh: DeviceMesh) -> None:
+        parallelize_module(self.model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
 
     def check(self) -> None:
         """By the layers' outputs for unit vectors, which are the weights' decoded values: a sum of

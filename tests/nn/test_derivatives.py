@@ -3,6 +3,7 @@ products lack: none is taken for zero.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -36,20 +37,14 @@ def tangent(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
 
 
-def rows_of_jacobian(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Many gradients by one backward, in torch's older way."""
+def rows_of_jacobian(model: torch.nn.Module, x: torch.Tensor, *, vmap: bool) -> torch.Tensor:
+    """Many gradients by one backward, in torch.func's way or in torch's older one."""
     x = x.clone().requires_grad_()
     y = model(x)
     grads = torch.eye(y.numel()).view(-1, *y.shape)
+    if vmap:
+        return torch.vmap(lambda grad: torch.autograd.grad(y, x, grad)[0])(grads)
     return torch.autograd.grad(y, x, grads, is_grads_batched=True)[0]
-
-
-def vmapped_backward(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The same in torch.func's way."""
-    x = x.clone().requires_grad_()
-    y = model(x)
-    grads = torch.eye(y.numel()).view(-1, *y.shape)
-    return torch.vmap(lambda grad: torch.autograd.grad(y, x, grad)[0])(grads)
 
 
 def per_sample(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,8 +65,8 @@ def squared(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 DERIVATIVES: dict[str, Run] = {
     "penalty": penalty,
     "tangent": tangent,
-    "rows": rows_of_jacobian,
-    "vmapped backward": vmapped_backward,
+    "rows": partial(rows_of_jacobian, vmap=False),
+    "vmapped backward": partial(rows_of_jacobian, vmap=True),
     "per sample": per_sample,
     "hvp": lambda model, x: autograd.hvp(squared(model), x, x.cos())[1],
     "jvp": lambda model, x: autograd.jvp(model, x, x.cos())[1],

@@ -9,6 +9,7 @@ import torch
 import zerocast
 from tests.support.claims import assert_unsharded_cast
 from tests.support.experts import INCLUDE, KINDS, moe, tokens
+from tests.support.nightly import nightly
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
@@ -24,14 +25,6 @@ def gradient(shape: torch.Size, step: int) -> torch.Tensor:
     """A multiple of 1/64 that BF16 holds: any number of ranks has exactly it as the mean."""
     generator = torch.Generator().manual_seed(step * 1000 + shape.numel())
     return torch.randint(-127, 128, shape, generator=generator).float() / 64
-
-
-def assert_trains_as_plain_tensors(kind: str, world_size: int, steps: int) -> None:
-    """With given gradients masters are after some steps of AdamW bit for bit those of plain
-    tensors, codes and scales those of the unsharded cast, each matrix alone; gathers move codes.
-    """
-    model = moe(kind)  # by this thread, for who draws or imports first is left to no race
-    run_in_process(world_size, lambda comm: train(comm, copy.deepcopy(model), steps))
 
 
 def train(comm: Communicator, plain: torch.nn.Module, steps: int) -> None:
@@ -69,19 +62,18 @@ def train(comm: Communicator, plain: torch.nn.Module, steps: int) -> None:
     assert gathered < steps * 0.62 * sum(p.numel() for p in plain.parameters())
 
 
-def test_experts_of_transformers_train_as_plain_tensors() -> None:
-    """For a few steps on 3 ranks."""
-    assert_trains_as_plain_tensors("gpt-oss", 3, 3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_experts_of_transformers_train_as_plain_tensors_for_20_steps(
-    kind: str, world_size: int
+@pytest.mark.parametrize(
+    ("kind", "world_size", "steps"),
+    [("gpt-oss", 3, 3), *(nightly(kind, size, 20) for kind in KINDS for size in (1, 2, 3, 4))],
+)
+def test_experts_of_transformers_train_as_plain_tensors(
+    kind: str, world_size: int, steps: int
 ) -> None:
-    """Each kind of model on 1, 2, 3 and 4 ranks."""
-    assert_trains_as_plain_tensors(kind, world_size, 20)
+    """With given gradients masters are after some steps of AdamW bit for bit those of plain
+    tensors, codes and scales those of the unsharded cast, each matrix alone; gathers move codes.
+    """
+    model = moe(kind)  # by this thread, for who draws or imports first is left to no race
+    run_in_process(world_size, lambda comm: train(comm, copy.deepcopy(model), steps))
 
 
 STACKS = {name: replace(RECIPES[name], per_matrix=True) for name in ("delayed", "nvfp4-drawn")}

@@ -253,20 +253,6 @@ def test_a_new_optimizer_takes_the_gradients() -> None:
     assert torch.equal(param, torch.full((64,), -2.0))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gradient_dtype": torch.float64}, "gradient_dtype must be .*got torch.float64"),
-        ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be .*got 'bfloat16'"),
-        ({"overlap_grad_reduce": 1}, "overlap_grad_reduce must be True or False, got 1"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    """Before any weight is touched."""
-    with pytest.raises(InputError, match=message):
-        ZeroOptimizer(make_params(NVFP4), **options)
-
-
 @pytest.mark.parametrize(("world_size", "bucket_size"), [(2, 1 << 14), (4, 1 << 16)])
 def test_gradient_memory_is_shards_two_buckets_and_a_layer(
     world_size: int, bucket_size: int

@@ -17,6 +17,7 @@ from tests.optim.training import (
     named,
 )
 from tests.support.claims import message_of, one_message
+from tests.support.nightly import nightly
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
@@ -95,21 +96,15 @@ def assert_trains_as_a_whole(
 @pytest.mark.parametrize(
     "chosen", [(torch.optim.Muon, MUON), (Shampoo, {})], ids=["muon", "shampoo"]
 )
-def test_training_is_that_of_the_unsharded_optimizer(size: int, chosen: tuple[Any, Any]) -> None:
-    """On any number of ranks, more than there are matrices included."""
+@pytest.mark.parametrize("steps", [6, nightly(200)])
+def test_training_is_that_of_the_unsharded_optimizer(
+    size: int, chosen: tuple[Any, Any], steps: int
+) -> None:
+    """On any number of ranks, more than there are matrices included; for as long as any difference
+    would grow.
+    """
     optimizer_class, options = chosen
-    assert_trains_as_a_whole("in_process", size, 6, optimizer_class, **options)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize(
-    "chosen", [(torch.optim.Muon, MUON), (Shampoo, {})], ids=["muon", "shampoo"]
-)
-def test_200_steps_are_those_of_the_unsharded_optimizer(size: int, chosen: tuple[Any, Any]) -> None:
-    """The same, for as long as any difference would grow."""
-    optimizer_class, options = chosen
-    assert_trains_as_a_whole("in_process", size, 200, optimizer_class, **options)
+    assert_trains_as_a_whole("in_process", size, steps, optimizer_class, **options)
 
 
 def test_every_communicator_moves_whole_matrices(comm_kind: str) -> None:

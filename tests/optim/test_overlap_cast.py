@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from itertools import cycle
 
 import pytest
-import torch
 
 from tests.optim.overlapping import (
     EACH_ITS_OWN,
@@ -22,8 +21,6 @@ from tests.support.late_gathers import GathersLate, GathersShuffled, GathersSlow
 from tests.support.recipes import RECIPES
 from zerocast.cast.staged_cast import StagedCast
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
-from zerocast.errors import InputError
-from zerocast.optim import ZeroOptimizer
 
 
 @pytest.mark.parametrize(
@@ -99,9 +96,3 @@ def test_most_of_what_can_be_hidden_is(monkeypatch):
         optimizer.step()
     apart = seconds * (sum(buckets) + len(buckets))  # casts, then gathers
     assert apart - min(took) >= 0.7 * seconds * sum(buckets)
-
-
-def test_what_is_no_flag_is_refused():
-    """One that is no flag is refused before any weight is touched."""
-    with pytest.raises(InputError, match="overlap_cast must be True or False, got 1"):
-        ZeroOptimizer([torch.nn.Parameter(torch.zeros(4))], overlap_cast=1, lr=0.1)

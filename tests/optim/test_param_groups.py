@@ -19,9 +19,10 @@ from tests.optim.training import (
     assert_cast_of,
     draw_gradients,
     make_params,
+    named,
     set_gradients,
 )
-from tests.support.claims import message_of, one_message
+from tests.support.claims import assert_same_tensors, message_of, one_message, stored
 from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from zerocast.comm import Communicator, run_in_process
@@ -240,6 +241,29 @@ def test_ranks_that_disagree_are_told_on_every_rank(make_args: Any, match: str) 
 
     message = one_message(run_in_process(3, lambda c: message_of(RankMismatchError, make, c)))
     assert re.search(match, message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap_all_gather": [0]}, r"overlap_all_gather must be True or False, got \[0\]"),
+        ({"overlap_cast": 1}, "overlap_cast must be True or False, got 1"),
+        ({"overlap_grad_reduce": 1}, "overlap_grad_reduce must be True or False, got 1"),
+        ({"overlap_all_gather": True, "bucket_size": 0}, "positive number of elements.* got 0"),
+        ({"bucket_size": True}, "positive number of elements, or None, got True"),
+        ({"bucket_size": 1e6}, "positive number of elements, or None, got 1000000.0"),
+        ({"gradient_dtype": torch.float64}, "gradient_dtype must be .*got torch.float64"),
+        ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be .*got 'bfloat16'"),
+    ],
+)
+@on_ranks("in_process", 2)
+def test_wrong_options_are_refused(comm: Communicator, options: Any, message: str) -> None:
+    """On all ranks, before any weight is touched."""
+    params = make_params(NVFP4)
+    before = stored(dict(named(params)))
+    with pytest.raises(InputError, match=message):
+        ZeroOptimizer(params, group=comm, lr=0.1, **options)
+    assert_same_tensors(stored(dict(named(params))), before)
 
 
 def test_nothing_is_written_when_the_optimizer_is_refused() -> None:

@@ -23,6 +23,7 @@ from tests.support.claims import assert_same_tensors, stored
 from tests.support.collectives import Collectives
 from tests.support.experts import INCLUDE, KINDS, moe, tokens
 from tests.support.models import SideBySide
+from tests.support.nightly import nightly
 from tests.support.ranks import on_gloo, run_ranks
 from tests.support.recipes import RECIPES, STATELESS, each
 from tests.support.same_bytes import assert_same_bytes
@@ -91,8 +92,16 @@ def sharded_moe(kind: str) -> tuple[torch.nn.Module, tuple[str, ...]]:
     return fully_shard(model, mp_policy=BF16), report.included
 
 
-def assert_trains_as_plain_tensors(comm, kind: str, steps: int) -> None:
-    """See the tests that run it."""
+@on_gloo()
+@pytest.mark.parametrize(
+    ("kind", "world_size", "steps"),
+    [("qwen-moe", 3, 2), *(nightly(kind, size, 20) for kind in KINDS for size in (1, 2, 3, 4))],
+)
+def test_experts_of_transformers_train_as_plain_tensors(comm, kind, steps):
+    """After steps of their own forward and backward, with given gradients, masters are bit for bit
+    those of plain unsharded tensors, and what the modules compute with is the value of the
+    unsharded cast of each matrix. The gathers move what the report says: codes of all weights.
+    """
     plain = dict(moe(kind).named_parameters())
     model, included = sharded_moe(kind)
     optimizers = [adamw(plain.values()), adamw(model.parameters())]
@@ -116,25 +125,6 @@ def assert_trains_as_plain_tensors(comm, kind: str, steps: int) -> None:
         numel = row_numel * chunk(rows, 0, comm.size).size * comm.size
         # Codes, a scale for 16x16 of them, and what fills these up to a row.
         assert 0 <= sizes[name] - numel / 2 <= 2 * numel / 256 + comm.size * row_numel
-
-
-@on_gloo()
-@pytest.mark.parametrize(("kind", "world_size"), [("qwen-moe", 3)])
-def test_experts_of_transformers_train_as_plain_tensors(comm, kind):
-    """After steps of their own forward and backward, with given gradients, masters are bit for bit
-    those of plain unsharded tensors, and what the modules compute with is the value of the
-    unsharded cast of each matrix. The gathers move what the report says: codes of all weights.
-    """
-    assert_trains_as_plain_tensors(comm, kind, 2)
-
-
-@pytest.mark.nightly
-@on_gloo()
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_experts_of_transformers_train_as_plain_tensors_for_20_steps(comm, kind):
-    """The same of each kind of model, for 20 steps, on 1, 2, 3 and 4 ranks."""
-    assert_trains_as_plain_tensors(comm, kind, 20)
 
 
 def converted(recipe=NVFP4, **options) -> SideBySide:
