@@ -1,7 +1,7 @@
 """Visits the finite domains of the arithmetic whole and compares every byte with NumPy's.
 
     python scripts/prove.py                         # every claim on every backend
-    python scripts/prove.py --claims nvfp4-codes --backends emulated --part 3/64
+    python scripts/prove.py --claims nvfp4-codes --backends emulated
     python scripts/prove.py --out proof.jsonl       # goes on where it was stopped
 
 The claims and the bytes that they expect are those of tests/oracles/finite_domains.py. Not covered
@@ -117,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = [*isas, "reference", "emulated"]
     parser.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="NAME")
     parser.add_argument("--backends", nargs="+", choices=known, default=known, metavar="NAME")
-    parser.add_argument("--part", default="0/1", help="such as 3/64")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON lines: what was visited is left out")
     given = parser.parse_args(arguments)
@@ -125,11 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
     earlier = (Visited(*json.loads(line)) for line in lines)
     done = [each for each in earlier if each.sources == hash_of_arithmetic()]
-    part, of = map(int, given.part.split("/"))
-    chunks = [(claim, name, start, min(start + CHUNK, CLAIMS[claim].items))
+    chunks = {(claim, name, start, min(start + CHUNK, CLAIMS[claim].items))
               for name in given.backends for claim in given.claims
-              for start in range(0, CLAIMS[claim].items, CHUNK)]  # fmt: skip
-    left = set(chunks[part::of]) - {each[:4] for each in done}
+              for start in range(0, CLAIMS[claim].items, CHUNK)}  # fmt: skip
+    left = chunks - {each[:4] for each in done}
     with tempfile.TemporaryDirectory() as builds:
         os.environ.setdefault(BUILDS, builds)
         with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
