@@ -21,7 +21,7 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,16 @@ def show(recipe: str, exchange: str, found: Times) -> None:
           f"{100 * ratios[4]:.1f} %", flush=True)  # fmt: skip
 
 
-def on_process(rank: int, ranks: int, rounds: int, file: str) -> None:
+def on_process(rank: int, ranks: int, recipes: Sequence[str], rounds: int, file: str) -> None:
     """Measure on one process of several, over gloo."""
     torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=ranks)
-    measure_all(as_communicator(None), rounds)
+    measure_all(as_communicator(None), recipes, rounds)
     torch.distributed.destroy_process_group()
 
 
-def measure_all(comm: Communicator, rounds: int) -> None:
+def measure_all(comm: Communicator, recipes: Sequence[str], rounds: int) -> None:
     """Measure on a rank that is a process; the first prints."""
-    for recipe in RECIPES:
+    for recipe in recipes:
         for exchange in EXCHANGES:
             by_rank = comm.all_gather_object(measure(comm, recipe, exchange, rounds))
             if comm.rank == 0:
@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--in-place", action="store_true", help="one weight, gathered where it is")
     parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
     parser.add_argument("--mpi", action="store_true", help="on the ranks that mpiexec started")
@@ -136,16 +137,17 @@ def main() -> None:
     if given.in_place:
         SHAPES[:] = [(8192, 5120)]
     if given.mpi:
-        measure_all(MpiCommunicator(), given.rounds)
+        measure_all(MpiCommunicator(), given.recipes, given.rounds)
         return
     elements = sum(torch.Size(shape).numel() for shape in SHAPES)
     print(f"{given.ranks} ranks, {elements:,} elements, {given.rounds} rounds each, CPU time")
     if given.processes:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = given.ranks, given.rounds, str(Path(folder, "rendezvous"))
+            file = str(Path(folder, "rendezvous"))
+            arguments = given.ranks, given.recipes, given.rounds, file
             torch.multiprocessing.spawn(on_process, arguments, nprocs=given.ranks)
         return
-    for recipe in RECIPES:
+    for recipe in given.recipes:
         for exchange in EXCHANGES:
             found = run_in_process(
                 given.ranks,

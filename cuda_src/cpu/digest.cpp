@@ -3,7 +3,7 @@
 // add their digest where it is wanted: what passes through the registers anyway is not read again.
 //
 // A thread takes whole rows of keys. A product of a word and a key of 64 bits is two products of 32
-// bits, of which the upper one's sum is shifted into place once a row.
+// bits, of which the upper one's sum is shifted into place once a row, so 32 bits of it are enough.
 #include "arithmetic/digest.h"
 #include "cpu/copies.h"
 #include "cpu/launch.h"
@@ -14,6 +14,7 @@ inline namespace ZEROCAST_ISA {
 namespace {
 
 typedef Native::Int Int;
+typedef Native::Unsigned Unsigned;
 typedef Native::Wide Wide;
 constexpr i64 LINE = 64;  // bytes
 constexpr int REGISTERS = LINE / sizeof(Int);
@@ -21,12 +22,16 @@ constexpr int REGISTERS = LINE / sizeof(Int);
 // Launches of more bytes write past the caches: what they write would not stay there.
 constexpr i64 STREAM_BYTES = 1 << 22;
 
-// The factors of a row's columns: of even ones and of odd ones, as a register holds words.
+// The lower and the upper halves of a row's column factors. The loop below reads the lower ones one
+// place ahead, too.
 struct Keys {
-    u64 of[2][DIGEST_ROW / 2];
+    u32 low[DIGEST_ROW + 1], high[DIGEST_ROW];
 
-    constexpr Keys() : of() {
-        for (i64 c = 0; c < DIGEST_ROW; c++) of[c % 2][c / 2] = column_factor(c);
+    constexpr Keys() : low(), high() {
+        for (i64 c = 0; c < DIGEST_ROW; c++) {
+            low[c] = (u32)column_factor(c);
+            high[c] = (u32)(column_factor(c) >> 32);
+        }
     }
 };
 constexpr Keys KEYS;
@@ -34,30 +39,33 @@ constexpr Keys KEYS;
 // Bytes [at, end) of a row, one by one.
 u64 digest_bytes(const u8* row, i64 at, i64 end) {
     u64 total = 0;
-    for (; at < end; at++) total += ((u64)row[at] << at % 4 * 8) * KEYS.of[at / 4 % 2][at / 8];
+    for (; at < end; at++) total += ((u64)row[at] << at % 4 * 8) * column_factor(at / 4);
     return total;
 }
 
-// A line of a row, whose first byte is byte `i` of it: before the row's factor, in two parts.
+// The sum over lines of a row, before the row's factor: of words with even numbers and of those with
+// odd ones times the lower halves, and of all times the upper ones.
 struct Sum {
-    Wide low, high;
+    Wide even, odd;
+    Unsigned high;
 
+    // Adds the line whose first byte is byte `i` of the row.
     ZEROCAST_FN void add(const Int* line, i64 i) {
         for (int k = 0; k < REGISTERS; k++) {
+            i64 c = i / 4 + k * Native::WIDTH;
             Wide words = (Wide)line[k];
-            for (int odd = 0; odd < 2; odd++) {
-                Wide key = Native::load_as<Wide>(KEYS.of[odd] + (i + k * (i64)sizeof(Int)) / 8);
-                Wide word = odd ? words >> 32 : words;
-                low += Native::multiply_low(word, key);
-                high += Native::multiply_low(word, key >> 32);
-            }
+            even += Native::multiply_low(words, Native::load_as<Wide>(KEYS.low + c));
+            odd += Native::multiply_low(words >> 32, Native::load_as<Wide>(KEYS.low + c + 1));
+            high += (Unsigned)line[k] * Native::load_as<Unsigned>(KEYS.high + c);
         }
     }
     ZEROCAST_FN u64 total() const {
-        Wide both = low + (high << 32);
+        Wide both = even + odd;
         u64 total = 0;
+        u32 above = 0;
         for (int i = 0; i < Native::WIDTH / 2; i++) total += both[i];
-        return total;
+        for (int i = 0; i < Native::WIDTH; i++) above += high[i];
+        return total + ((u64)above << 32);
     }
 };
 
@@ -72,10 +80,14 @@ u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
     Sum sum{};
     for (i64 i = head; i < tail; i += LINE) {
         __builtin_prefetch(row + i + PREFETCH_AHEAD * 4, 0, 2);  // into L2, as the keys fill L1
+        // Register by register: a copy of the line may be made by halves of registers, and a load
+        // that takes what two stores wrote waits until both have left the core.
         alignas(LINE) Int line[REGISTERS];
-        __builtin_memcpy(line, row + i, LINE);
+        for (int k = 0; k < REGISTERS; k++) {
+            line[k] = Native::load_as<Int>(row + i + k * sizeof(Int));
+            if (COPY == CACHED) Native::store(to + i + k * sizeof(Int), line[k]);
+        }
         if (COPY == STREAMED) stream_line(to + i, (const u8*)line);
-        if (COPY == CACHED) __builtin_memcpy(to + i, line, LINE);
         sum.add(line, i);
     }
     if (COPY != NONE) {
