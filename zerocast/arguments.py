@@ -116,6 +116,17 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
+def check_memory(name: str, value: torch.Tensor) -> None:
+    """Check that its memory holds all elements, by whatever strides. A tensor that only stands for
+    others has none, nor has one that torch.compile traces.
+    """
+    if torch.compiler.is_compiling() or type(value).__torch_dispatch__ is not _HOLDS_MEMORY:
+        return
+    problem = _TRANSFORMED if torch._is_functional_tensor(value) else _why_cut(value)
+    if problem is not None:
+        raise InputError(f"{name} must hold its values, got {problem}.")
+
+
 def check_dtype(name: str, value: object) -> torch.dtype:
     """Check that it is a floating-point dtype; None is torch's default dtype."""
     if value is None:
@@ -166,9 +177,15 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
         return (
             "a view whose signs torch changes when it reads it; call .resolve_neg().resolve_conj()"
         )
-    needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    return _why_cut(tensor) if tensor.is_contiguous() else None
+
+
+def _why_cut(tensor: torch.Tensor) -> str | None:
+    """Why its memory does not hold all elements of ``tensor``; None where it does."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
     held = tensor.untyped_storage().nbytes()
-    if tensor.numel() and tensor.is_contiguous() and held < needed:
+    if tensor.numel() and held < needed:
         return (
             f"a tensor of {tensor.numel()} elements whose memory was given back or cut, {held} of "
             f"{needed} bytes; give one that holds its values"

@@ -43,6 +43,12 @@ u64 digest_bytes(const u8* row, i64 at, i64 end) {
     return total;
 }
 
+// Register by register: a copy of the line may be made by halves of registers, and a load that takes
+// what two stores wrote waits until both have left the core.
+ZEROCAST_FN void load_line(Int* line, const u8* from) {
+    for (int k = 0; k < REGISTERS; k++) line[k] = Native::load_as<Int>(from + k * sizeof(Int));
+}
+
 // The sum over lines of a row, before the row's factor: of words with even numbers and of those with
 // odd ones times the lower halves, and of all times the upper ones.
 struct Sum {
@@ -80,13 +86,10 @@ u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
     Sum sum{};
     for (i64 i = head; i < tail; i += LINE) {
         __builtin_prefetch(row + i + PREFETCH_AHEAD * 4, 0, 2);  // into L2, as the keys fill L1
-        // Register by register: a copy of the line may be made by halves of registers, and a load
-        // that takes what two stores wrote waits until both have left the core.
         alignas(LINE) Int line[REGISTERS];
-        for (int k = 0; k < REGISTERS; k++) {
-            line[k] = Native::load_as<Int>(row + i + k * sizeof(Int));
-            if (COPY == CACHED) Native::store(to + i + k * sizeof(Int), line[k]);
-        }
+        load_line(line, row + i);
+        for (int k = 0; COPY == CACHED && k < REGISTERS; k++)
+            Native::store(to + i + k * sizeof(Int), line[k]);
         if (COPY == STREAMED) stream_line(to + i, (const u8*)line);
         sum.add(line, i);
     }
@@ -120,7 +123,7 @@ void copy_bytes(const u8* from, u8* to, i64 bytes, bool stream) {
         for (; i + LINE <= bytes; i += LINE) {
             __builtin_prefetch(from + i + PREFETCH_AHEAD * 4, 0, 2);
             alignas(LINE) Int line[REGISTERS];
-            __builtin_memcpy(line, from + i, LINE);
+            load_line(line, from + i);
             stream_line(to + i, (const u8*)line);
         }
     }

@@ -82,8 +82,8 @@ def broken(history: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda history: float(history.max()), lambda history: history, broken],
-    ids=["no tensor", "the whole history", "an exception"],
+    [lambda history: float(history.max()), lambda history: history, broken, object],
+    ids=["no tensor", "the whole history", "an exception", "it takes none"],
 )
 def test_a_function_that_gives_no_amax_is_refused_when_planning(
     function: Callable[[torch.Tensor], Any],

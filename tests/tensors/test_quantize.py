@@ -160,6 +160,25 @@ def test_bad_input_is_refused_with_what_is_required(call, message):
         call()  # type: ignore[operator]
 
 
+def test_a_tensor_whose_memory_was_cut_is_refused() -> None:
+    """By whatever strides it would be read: of a tensor, of a quantizer, and by a copy."""
+    cut, part, turned = torch.ones(32, 64), torch.ones(32, 64), torch.ones(64, 32).t()
+    for each in (cut, turned):
+        each.untyped_storage().resize_(0)
+    part.untyped_storage().resize_(part.nbytes - 1)
+    weight, quantizer = quantize(torch.ones(32, 64), NVFP4), Quantizer(NVFP4)
+    held = weight.clone()
+    for source in (cut, part, turned):
+        for call in (lambda x: quantize(x, NVFP4), quantizer, weight.copy_):
+            with pytest.raises(InputError, match="was given back or cut"):
+                call(source)
+    assert_same_storage(weight, held, "refused")
+    with pytest.raises(InputError, match=r"torch\.func transform"):
+        quantize(torch._to_functional_tensor(torch.ones(32, 64)), NVFP4)
+    cut.untyped_storage().resize_(1024)
+    assert_same_storage(quantize(cut[:4], NVFP4), quantize(cut[:4].clone(), NVFP4), "what is left")
+
+
 # --- moving the codes ---
 
 

@@ -26,6 +26,7 @@ class CopiedDigests:
     Attributes:
         ranges: for each copy the address of its weight's codes, and the first byte and the end of
             what is copied of them; None where no digest is taken.
+        sums: int64 [len(ranges)]: the digests, of the latest copy.
     """
 
     def __init__(
@@ -37,18 +38,13 @@ class CopiedDigests:
             else (copy.codes.data_ptr() - copy.first, copy.first, copy.first + len(copy.codes))
             for copy in copies
         ]
-        self._sums = torch.zeros(len(copies), dtype=torch.int64, device="cpu")
-        self._launch = prepare(self._sums)
+        self.sums = torch.zeros(len(copies), dtype=torch.int64, device="cpu")
+        self._launch = prepare(self.sums)
 
     def __call__(self, buffer: torch.Tensor) -> None:
         """Copy into ``buffer``, or out of it."""
-        self._sums.zero_()
+        self.sums.zero_()
         self._launch(buffer)
-
-    @property
-    def numbers(self) -> list[int]:
-        """For each of :attr:`ranges` the digest, of the latest copy."""
-        return self._sums.tolist()
 
 
 class HeldDigests:
@@ -60,9 +56,10 @@ class HeldDigests:
 
     def of(
         self, tensors: Sequence[torch.Tensor], copied: Sequence[CopiedDigests] = ()
-    ) -> list[int]:
-        """For each of ``tensors``, contiguous, on one device and at least one, its digest modulo
-        2^64. What was ``copied`` of them, just now, is not read again.
+    ) -> torch.Tensor:
+        """int64 [len(tensors)], on the CPU and until the next call: for each of ``tensors``,
+        contiguous, on one device and at least one, its digest. What was ``copied`` of them, just
+        now, is not read again.
         """
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         if addresses != self._addresses or not _are_same(copied, self._copied):
@@ -70,13 +67,10 @@ class HeldDigests:
             self._addresses = addresses
         self._sums.zero_()
         self._launch()
-        numbers = [0] * len(tensors)
-        parts = [self._sums.tolist(), *(each.numbers for each in self._copied)]
-        for places, digests in zip(self._places, parts, strict=True):
-            for place, digest in zip(places, digests, strict=True):
-                if place is not None:
-                    numbers[place] = (numbers[place] + digest) % 2**64
-        return numbers
+        self._numbers.zero_()
+        parts = [self._sums.cpu(), *(each.sums for each in self._copied)]
+        self._numbers.index_add_(0, self._places, torch.cat(parts))
+        return self._numbers[:-1]
 
     def _prepare(self, tensors: Sequence[torch.Tensor], copied: Sequence[CopiedDigests]) -> None:
         """Find what is left to be read beside what is ``copied``."""
@@ -97,10 +91,14 @@ class HeldDigests:
             for i, (tensor, ranges) in enumerate(zip(flat, known, strict=True))
             for begin, end in _between(sorted(ranges), len(tensor))
         ]
+        # The last of the numbers is the sum of what belongs to no tensor.
+        copied_to = [len(flat) if at is None else at for each in of_copied for at in each]
+        all_places = [at for at, _ in left] + copied_to
         with torch.inference_mode(False):
+            self._places = torch.tensor(all_places, dtype=torch.int64, device="cpu")
+            self._numbers = torch.zeros(len(flat) + 1, dtype=torch.int64, device="cpu")
             self._sums = torch.zeros(len(left), dtype=torch.int64, device=flat[0].device)
         self._launch = backend_for(flat[0].device).digest([each for _, each in left], self._sums)
-        self._places: list[list[int | None]] = [[i for i, _ in left], *of_copied]
 
 
 def _between(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:

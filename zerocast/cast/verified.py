@@ -27,6 +27,7 @@ holds others leaves a file, by which ``python -m zerocast reproduce FILE`` repea
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,6 +57,7 @@ from zerocast.errors import InputError, UnsupportedError, VerificationError, Zer
 from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
+from zerocast.tensors import QuantizedStorage
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 
@@ -63,6 +65,7 @@ Masters: TypeAlias = Callable[[Communicator, int], "torch.Tensor | None"]
 """By a group and the place of one of its weights, this rank's shard of the master."""
 
 _MOST = 2**31 - 3
+_NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 _WEIGHTS_NAMED = 5
 """The number of weights that a message names beside the first."""
 
@@ -94,6 +97,8 @@ class Verification:
         self._tp_comms = list(tp_comms)
         self._comms = [*weights, *self._tp_comms]
         self._digests = {comm: HeldDigests() for comm in weights}
+        # What is compared, while no buffer of any weight is another tensor.
+        self._version, self._tensors = -1, dict[Communicator, list[torch.Tensor]]()
 
     def check(self, step: int, gathers: Sequence[CodeGather] = ()) -> None:
         """Compare, in step number ``step``; nothing where the mode is "off". What ``gathers`` have
@@ -111,7 +116,7 @@ class Verification:
                 f"a CUDA graph cannot hold a comparison on the host, got verify={self._mode!r}; "
                 f"capture forward and backward only, or leave verify out."
             )
-        numbers: dict[Communicator, list[int]] = {}
+        numbers: dict[Communicator, torch.Tensor] = {}
         votes = [(comm, 1 + step % _MOST) for comm in self._tp_comms]
         attempt = Attempt()
         with attempt:
@@ -126,18 +131,25 @@ class Verification:
 
     # --- digests ---
 
-    def _numbers(self, comm: Communicator, gathers: Sequence[CodeGather]) -> list[int]:
+    def _numbers(self, comm: Communicator, gathers: Sequence[CodeGather]) -> torch.Tensor:
         """The digests of all buffers, weight by weight."""
         copied = [digests for each in gathers for digests in each.copied]
-        tensors = [tensor for weight in self._weights[comm] for tensor in _compared(weight)]
-        return self._digests[comm].of(tensors, copied) if tensors else []
+        if self._version != (version := QuantizedStorage.buffers_version):
+            self._tensors = {
+                each: [tensor for weight in weights for tensor in _compared(weight)]
+                for each, weights in self._weights.items()
+            }
+            self._version = version
+        tensors = self._tensors[comm]
+        return self._digests[comm].of(tensors, copied) if tensors else _NO_NUMBERS
 
-    def _explain(self, step: int, numbers: Mapping[Communicator, list[int]]) -> None:
+    def _explain(self, step: int, numbers: Mapping[Communicator, torch.Tensor]) -> None:
         """Raise what differs between ranks."""
         error: ZerocastError | None = None
         differing: dict[Communicator, list[str]] = {}
         for comm in self._comms:  # ranks of a tensor-parallel group are to be at one step, too
-            by_rank = comm.all_gather_object((step, numbers.get(comm, [])))
+            mine = numbers.get(comm, _NO_NUMBERS).tolist()
+            by_rank = comm.all_gather_object((step, mine))
             if len({at for at, _ in by_rank}) > 1:
                 steps = ", ".join(f"rank {r} at {at}" for r, (at, _) in enumerate(by_rank))
                 error = VerificationError(
@@ -251,10 +263,11 @@ def _compared(weight: HeldWeight) -> list[torch.Tensor]:
     return [buffers[name] for name in sorted(buffers) if name not in derived]
 
 
-def _vote(step: int, numbers: list[int]) -> int:
+def _vote(step: int, numbers: torch.Tensor) -> int:
     """A number of the step and of all digests."""
-    digest = hashlib.sha256(f"{step} {numbers}".encode()).digest()
-    return 1 + int.from_bytes(digest[:8], "big") % _MOST
+    digest = hashlib.sha256(f"{step} ".encode())
+    digest.update(ctypes.string_at(numbers.data_ptr(), numbers.nbytes))
+    return 1 + int.from_bytes(digest.digest()[:8], "big") % _MOST
 
 
 def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str]]) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerocast.arguments import Device, check_device, check_flag, check_tensor, present
+from zerocast.arguments import Device, check_device, check_flag, check_memory, check_tensor, present
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.formats import ElementFormat
@@ -213,7 +213,7 @@ class Quantizer:
         Raises:
             InputError: for another dtype or shape, or an ``out`` that does not fit.
         """
-        check_tensor("tensor", tensor)
+        check_memory("tensor", check_tensor("tensor", tensor))
         if out is None:
             out = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         else:

@@ -88,10 +88,17 @@ class Float8DelayedNumerics:
         """FP32 [1]: what the function makes of ``history``.
 
         Raises:
-            InputError: where that is not a tensor of one element on the history's device.
+            InputError: where that is not a tensor of one element on the history's device, or the
+                function does not take a history.
         """
         assert callable(self.amax_compute_algo)
-        amax = self.amax_compute_algo(history)
+        try:
+            amax = self.amax_compute_algo(history)
+        except TypeError as error:
+            raise InputError(
+                "amax_compute_algo must be a function of the amax history, an FP32 tensor of one "
+                f"dimension, got {self.amax_compute_algo!r}, which raised TypeError: {error}."
+            ) from error
         given = getattr(amax, "shape", type(amax).__name__), getattr(amax, "device", None)
         if not isinstance(amax, torch.Tensor) or amax.numel() != 1 or given[1] != history.device:
             raise InputError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from zerocast.arguments import check_memory
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.tensors.dequantize import dequantize
@@ -124,6 +125,7 @@ def _copy_(
     if not isinstance(into, QuantizedTensor):
         assert isinstance(source, QuantizedTensor)
         return into.copy_(source.dequantize(), non_blocking)
+    check_memory("the source of copy_", source)
     if into.device.type == "meta" or _holds(into, source):
         return into
     storage = into.quantized_storage

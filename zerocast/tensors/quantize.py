@@ -13,6 +13,7 @@ import torch
 from zerocast.arguments import (
     check_device,
     check_flag,
+    check_memory,
     check_tensor,
     check_text,
     present,
@@ -69,6 +70,7 @@ def quantize(
     attempt = Attempt()
     with attempt:
         check_nominal("tensor", check_tensor("tensor", tensor).dtype)
+        check_memory("tensor", tensor)
         if hasattr(recipe, "quantize"):
             raise InputError(
                 f"recipe must be a zerocast recipe or the name of one, got a "
