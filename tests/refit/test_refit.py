@@ -44,6 +44,55 @@ def test_shards_make_up_every_tensor_once(name, world_size):
             assert list(named) == list(expected(dialect, values))
 
 
+class Ordered(RecordingCommunicator):
+    """Notes in which order collectives are begun, and gathers waited for."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.order = []
+
+    def all_gather_(self, buffer, counts=None):
+        self.order.append("plan")
+        super().all_gather_(buffer, counts)
+
+    def all_reduce_max_(self, buffer):
+        self.order.append("reduce")
+        super().all_reduce_max_(buffer)
+
+    def start_all_gather_(self, buffer, counts=None):
+        self.order.append("begin")
+        wait = super().start_all_gather_(buffer, counts)
+
+        def end():
+            self.order.append("end")
+            wait()
+
+        return end
+
+
+@on_ranks("in_process", 2)
+def test_a_bucket_is_cast_while_one_is_gathered(comm):
+    """And planned before that gather, behind which the ranks' messages would wait; the gather of
+    the next is under way while one is used.
+    """
+    values, ordered = masters(), Ordered(comm)
+    source = plan(ordered, values, cuts(comm.size, 0))
+    options = {"from_masters": True, "dtype": torch.bfloat16, "group": ordered}
+    refit, used = Refit(source, "modelopt/nvfp4", bucket_bytes=1, **options), []
+    ordered.order.clear()
+    for name, _ in refit.named_tensors():
+        if name.endswith(".weight"):
+            used.append(list(ordered.order))
+            ordered.order.clear()
+    assert len(used) == len(values) > 3
+    for since in used[1:-2]:
+        first_end = since.index("end")
+        assert "reduce" in since[:first_end]
+        assert not {"plan", "begin"} & set(since[:first_end])
+        assert since.index("plan") < since.index("begin")
+        assert since[-1] == "begin"
+
+
 @pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4"])
 def test_a_rank_holds_two_buckets_and_no_more(name):
     """Of 24 weights in 12 buckets, beside its shards: one that is used, one that comes, and what it

@@ -263,26 +263,30 @@ class Export:
     def buckets(self) -> Iterator[NamedTensors]:
         """Yield the tensors of one bucket after the other, whole on every rank. Collective.
 
-        The next bucket is cast and its gather begun before one is yielded. Let go of its tensors
-        before asking for more, and a rank holds its shards and two buckets at most.
+        While one is gathered the next is cast, and its gather is begun before one is yielded. Let
+        go of its tensors before asking for more, and a rank holds its shards and two buckets at
+        most.
 
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
-        first, *others = self.plan_buckets()
-        finish = self._start(first)
-        for bucket in others:
+        buckets = self.plan_buckets()
+        # A bucket is planned before the gather of the one before it begins: planning waits for the
+        # other ranks' messages, which would wait behind that gather.
+        plans = map(self._plan, buckets)
+        plan, following = self._cast(next(plans)), next(plans, None)
+        finish = self.gather(buckets[0], plan)
+        for bucket in buckets[1:]:
+            plan = self._cast(following)
             tensors = finish()
-            finish = self._start(bucket)
+            del finish  # and what it holds of the bucket's cast
+            following = next(plans, None)
+            finish = self.gather(bucket, plan)
             yield tensors
             del tensors
         yield finish()
 
     @torch.no_grad()
-    def _start(self, bucket: Sequence[Entry]) -> Callable[[], NamedTensors]:
-        """Cast ``bucket`` and begin its gather; what is returned ends that."""
-        return self.gather(bucket, self.cast(bucket))
-
     def gather(self, bucket: Sequence[Entry], plan: ShardPlan | None) -> Callable[[], NamedTensors]:
         """Begin to bring the weights that ``plan`` has cast to every rank; what is returned ends
         that, and returns all tensors of ``bucket``.
@@ -291,12 +295,20 @@ class Export:
 
     def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:
         """Return the cast weights of ``bucket``, not gathered; None where none is cast."""
+        return self._cast(self._plan(bucket))
+
+    @torch.no_grad()
+    def _plan(self, bucket: Sequence[Entry]) -> ShardPlan | None:
         entries = [entry for entry in bucket if entry.shard is not None]
         if not entries:
             return None
         entries = [with_turned_masters(entry) for entry in entries]
-        plan = ShardPlan(entries, self.held_amaxes, self.held_codes)
-        plan.cast()
+        return ShardPlan(entries, self.held_amaxes, self.held_codes)
+
+    @torch.no_grad()
+    def _cast(self, plan: ShardPlan | None) -> ShardPlan | None:
+        if plan is not None:
+            plan.cast()
         return plan
 
     @torch.no_grad()

@@ -85,7 +85,8 @@ class Refit:
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield every tensor of the checkpoint with its name, whole, in an order that is the same
-        on all ranks; the next bucket is cast and its gather begun while one is used.
+        on all ranks; while one bucket is gathered the next is cast, and its gather is under way
+        while one is used.
 
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
