@@ -128,7 +128,7 @@ def test_plans_that_are_gone_leave_one_clock() -> None:
         zerocast.CastPlan([weight], [torch.ones(NUMEL)], [0], SingleRank()).cast()
         versions.append(storage.version)
         assert storage.is_stale
-    assert len(storage._writes._watched) <= 3
+    assert len(storage.writes._watched) <= 3
     assert versions == list(range(versions[0], versions[0] + 20))
     zerocast.post_all_gather_processing(weight)
     assert not storage.is_stale

@@ -13,6 +13,7 @@ What else describes the fault stands in the header, under ``__metadata__``, as J
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Mapping
@@ -43,7 +44,8 @@ def write_fault(path: Path, fault: Mapping[str, Any], tensors: Mapping[str, torc
     data, end = list[bytes](), 0
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().contiguous()
-        data.append(bytes(own.view(-1).view(torch.uint8).numpy().data))
+        # Not by numpy(): memory that was lent to NumPy cannot be resized, as FSDP2 does with it.
+        data.append(ctypes.string_at(own.data_ptr(), own.nbytes))
         described[name] = {
             "dtype": _NAMES[own.dtype],
             "shape": list(own.shape),

@@ -286,9 +286,9 @@ class LowBitAllGather:
                 launch()
             rebuild_derived([weight])
         if self.verify != "off" and self._verified != shards.casts:
-            self._verified = shards.casts
             with announcing([shards.comm]):
                 self._compare(weight)
+            self._verified = shards.casts  # after an error the next gather is compared as well
 
     def _compare(self, weight: QuantizedStorage) -> None:
         """Compare ``weight``, which has been gathered. Collective over the ranks that share it;
