@@ -225,7 +225,7 @@ class LowBitAllGather:
             self.shape, self.recipe, self.state, comm, dtype, device,
             columnwise=self.for_linear, tp_shard=tp_shard,
         )  # fmt: skip
-        self.codes, self.kept = CodesState.CAST, None
+        self.codes, self.kept, self.latest = CodesState.CAST, None, None
         self.cast_values.forget()
         return True
 

@@ -54,8 +54,10 @@ def _are_all(
     for gather in gathers:
         if not gather.is_found:
             return False
-        master, update = gather.master, updates.get(gather)
-        if master.device != gather.shards.storage.device or master.is_inference():
+        master, update, shards = gather.master, updates.get(gather), gather.shards
+        if master.device != shards.storage.device or master.is_inference():
+            return False
+        if master.numel() != shards.rows.extent(shards.comm.rank).size:  # sharded anew since
             return False
         if update is None and gather.parameter.requires_grad:
             return False
