@@ -12,6 +12,9 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
+// The size of a block that all elements of a piece are in.
+constexpr int ONE_BLOCK = 1 << 30;
+
 // Encodes by Encoder what was read as T, rounded to Rounded and multiplied.
 template <class T, class Rounded, class Encoder>
 class PlaneCast {
@@ -60,21 +63,16 @@ class PlaneCast {
     void run(i64 element, i64 n, float multiplier, bool positive) const {
         i64 end = element + n;
         while (element < end && !encoder_.starts_group(element)) single(element++, multiplier);
+        element += groups<ONE_BLOCK>(element, end - element, &multiplier, positive);
         const T* x = master(element);
         u8* to = codes(element);
         i64 left = end - element;
-        for (; left >= GROUP; left -= GROUP, x += GROUP, to += bytes(GROUP)) {
-            prefetch(x, ahead_);
-            Native::Int code[4];
-            group<GROUP>(end - left, x, &multiplier, positive, code);
-            keep(to, code);
-        }
         if (left > 1) {  // what is no whole group goes through buffers of one
             T last[GROUP] = {};
             u8 last_codes[GROUP];
             memcpy(last, x, left * sizeof(T));
             Native::Int code[4];
-            group<GROUP>(end - left, last, &multiplier, positive, code);
+            group<ONE_BLOCK>(end - left, last, &multiplier, positive, code);
             store(last_codes, code);
             if (changes_.flags)
                 for (i64 i = 0; i < bytes(left); i++)
@@ -145,38 +143,69 @@ class PlaneCast {
     template <int BLOCK>
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier, bool positive) const {
         i64 grouped = count / GROUP * GROUP;
-        const T* x = master(element);
-        u8* to = codes(element);
         for (i64 i = 0; i < grouped; i += GROUP) {
-            prefetch(x + i, ahead_);
+            if (SKIPS_NAN && positive && !changes_.flags)
+                i += numbers<BLOCK>(element + i, grouped - i, multiplier + i / BLOCK);
+            if (i == grouped) break;
+            prefetch(master(element + i), ahead_);
             Native::Int code[4];
-            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, positive, code);
-            keep(to + bytes(i), code);
+            group<BLOCK>(element + i, master(element + i), multiplier + i / BLOCK, positive, code);
+            keep(codes(element + i), code);
         }
         return grouped;
     }
 
-    // The codes of GROUP elements, a multiplier for each BLOCK of them.
+    // The whole groups before the first that has a NaN, under positive multipliers and where nobody
+    // asks what changes; returns how many elements they hold. Nothing is called meanwhile, so that
+    // constants stay in registers.
+    template <int BLOCK>
+    ZEROCAST_FN i64 numbers(i64 element, i64 count, const float* multiplier) const {
+        const T* x = master(element);
+        u8* to = codes(element);
+        i64 i = 0, ahead = ahead_;
+        for (; i < count; i += GROUP) {
+            prefetch(x + i, ahead);
+            Native::Int code[4];
+            if (!encode_numbers<BLOCK>(x + i, multiplier + i / BLOCK, code)) break;
+            store(to + bytes(i), code);
+        }
+        return i;
+    }
+
+    // What register i of a group is multiplied by, with a multiplier for each BLOCK elements.
+    template <int BLOCK>
+    static ZEROCAST_FN Native::Float multipliers_of(const float* multiplier, int i) {
+        return BLOCK == 1 ? Native::load(multiplier + i * W)
+                          : Native::splat(multiplier[i * W / BLOCK]);
+    }
+
+    // The codes of GROUP elements under positive multipliers; returns whether there are any: not
+    // where one element is a NaN.
+    template <int BLOCK>
+    static ZEROCAST_FN bool encode_numbers(const T* x, const float* multiplier,
+                                           Native::Int (&code)[4]) {
+        Native::Float loaded[4];
+        for (int i = 0; i < 4; i++) loaded[i] = load(x + i * W);
+        if (any_nan(loaded)) return false;
+        for (int i = 0; i < 4; i++) {
+            auto rounded = Rounding<Rounded, Native>::of_number(loaded[i]);
+            code[i] = encode_number<F, Native>(rounded * multipliers_of<BLOCK>(multiplier, i));
+        }
+        return true;
+    }
+
+    // The codes of GROUP elements.
     template <int BLOCK>
     ZEROCAST_FN void group(i64 element, const T* x, const float* multiplier, bool positive,
                            Native::Int (&code)[4]) const {
-        Native::Float loaded[4], scaled[4];
-        for (int i = 0; i < 4; i++) loaded[i] = load(x + i * W);
-        auto scale = [&](int i, Native::Float rounded) {
-            return rounded
-                   * (BLOCK == 1 ? Native::load(multiplier + i * W)
-                                 : Native::splat(multiplier[i * W / BLOCK]));
-        };
         if constexpr (SKIPS_NAN) {
-            if (positive && !any_nan(loaded)) {
-                for (int i = 0; i < 4; i++) {
-                    auto rounded = Rounding<Rounded, Native>::of_number(loaded[i]);
-                    code[i] = encode_number<F, Native>(scale(i, rounded));
-                }
-                return;
-            }
+            if (positive && encode_numbers<BLOCK>(x, multiplier, code)) return;
         }
-        for (int i = 0; i < 4; i++) scaled[i] = scale(i, round_to<Rounded, Native>(loaded[i]));
+        Native::Float scaled[4];
+        for (int i = 0; i < 4; i++) {
+            auto rounded = round_to<Rounded, Native>(load(x + i * W));
+            scaled[i] = rounded * multipliers_of<BLOCK>(multiplier, i);
+        }
         encoder_.group(element, scaled, code);
     }
 

@@ -10,9 +10,6 @@ inline namespace ZEROCAST_ISA {
 // Elements that delayed scaling reads for the amax, and then again, from the nearest cache.
 constexpr i64 CHUNK = 2048;
 
-// The size of a block that all elements of a piece are in.
-constexpr int ONE_BLOCK = 1 << 30;
-
 // Both planes of a shard, blocks of one row and blocks of one column, in one pass over the master.
 template <class F, class T, class Rounded>
 class RowsAndColumns {

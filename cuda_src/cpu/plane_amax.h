@@ -119,25 +119,37 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
     return reduce_max<Native>(tensor);
 }
 
-// n elements of a row into the maxima of their columns; returns their own, over a register.
-template <class T>
-ZEROCAST_FN Native::Int raise_columns(i32* by_column, const T* x, i64 n, i64 ahead) {
+// So many rows, which are read together.
+template <int N>
+struct Rows {
+    static constexpr int COUNT = N;
+};
+
+// n elements of each of ROWS rows into the maxima of their columns, and of the rows, over a
+// register each. `ahead`: how many elements after one that is read another is asked for.
+template <int ROWS, class T>
+ZEROCAST_FN void raise_columns(i32* by_column, Native::Int (&by_row)[ROWS], const T* x, i64 cols,
+                               i64 n, i64 ahead) {
     constexpr int W = Native::WIDTH;
-    Native::Int largest{};
     i64 c = 0;
     for (; c + W <= n; c += W) {
-        if (c % 16 == 0) __builtin_prefetch(x + c + ahead);
-        Native::Int found = magnitudes(x + c);
-        Native::store(by_column + c,
-                      Native::max(Native::load_as<Native::Int>(by_column + c), found));
-        largest = Native::max(largest, found);
+        auto largest = Native::load_as<Native::Int>(by_column + c);
+        for (int r = 0; r < ROWS; r++) {
+            const T* at = x + r * cols + c;
+            if (c % 16 == 0) __builtin_prefetch(at + ahead);
+            Native::Int found = magnitudes(at);
+            largest = Native::max(largest, found);
+            by_row[r] = Native::max(by_row[r], found);
+        }
+        Native::store(by_column + c, largest);
     }
     for (; c < n; c++) {
-        i32 found = magnitude(x[c]);
-        by_column[c] = Scalar::max(by_column[c], found);
-        largest[0] = Scalar::max(largest[0], found);
+        for (int r = 0; r < ROWS; r++) {
+            i32 found = magnitude(x[r * cols + c]);
+            by_column[c] = Scalar::max(by_column[c], found);
+            by_row[r][0] = Scalar::max(by_row[r][0], found);
+        }
     }
-    return largest;
 }
 
 // The maxima of columns side by side into the buffer.
@@ -162,28 +174,43 @@ i32 rows_and_columns(const CastShard& shard, const T* master, const Slots& rows,
     alignas(64) i32 by_column[STRIP_COLUMNS];
     Native::Int tensor{};
     auto open = [&](const Strip& strip) { memset(by_column, 0, strip.blocks * sizeof(i32)); };
-    auto piece = [&](i64 element, i64 col, i64 count, i32* of_columns) {
+    // `count` elements of each of some rows.
+    auto piece = [&](auto rows_at_once, i64 element, i64 col, i64 count, i32* of_columns) {
+        constexpr int ROWS = decltype(rows_at_once)::COUNT;
         i32* slot = rows.block_amax + element / grid.cols * grid.blocks_w() + col / block_w;
         const T* x = master + element;
-        before(element, element + count);
+        for (int r = 0; r < ROWS; r++)
+            before(element + r * grid.cols, element + r * grid.cols + count);
         for (i64 c = 0, n; c < count; slot += W) {  // a register of blocks at a time
-            Native::Int largest[W] = {};
+            Native::Int largest[ROWS][W] = {};
             i64 blocks = 0;
             for (; blocks < W && c < count; blocks++, c += n) {
                 n = min_of(block_w - (col + c) % block_w, count - c);
+                Native::Int by_row[ROWS] = {};
                 if (block_w == 32 && n == 32)
-                    largest[blocks] = raise_columns(of_columns + c, x + c, 32, region.ahead);
+                    raise_columns(of_columns + c, by_row, x + c, grid.cols, 32, region.ahead);
                 else
-                    largest[blocks] = raise_columns(of_columns + c, x + c, n, region.ahead);
+                    raise_columns(of_columns + c, by_row, x + c, grid.cols, n, region.ahead);
+                for (int r = 0; r < ROWS; r++) largest[r][blocks] = by_row[r];
             }
-            tensor = Native::max(tensor, flush(largest, blocks, slot, shard.round_to, rows.shared));
+            for (int r = 0; r < ROWS; r++) {
+                i32* at = slot + r * grid.blocks_w();
+                tensor =
+                    Native::max(tensor, flush(largest[r], blocks, at, shard.round_to, rows.shared));
+            }
         }
     };
     auto work = [&](const Strip& strip, const Panel& panel) {
-        for (i64 r = 0; r < panel.rows; r++) {
-            piece(panel.element + r * grid.cols, strip.col + panel.col, panel.count,
-                  by_column + panel.col);
-        }
+        i64 r = 0;
+        auto some = [&](auto rows_at_once) {
+            constexpr int ROWS = decltype(rows_at_once)::COUNT;
+            for (; r + ROWS <= panel.rows; r += ROWS) {
+                piece(rows_at_once, panel.element + r * grid.cols, strip.col + panel.col,
+                      panel.count, by_column + panel.col);
+            }
+        };
+        if constexpr (SAME<Before, NoUpdate>) some(Rows<4>{});
+        some(Rows<1>{});
     };
     auto close = [&](const Strip& strip) {
         flush_columns(by_column, strip.blocks, columns.block_amax + strip.first_block,
