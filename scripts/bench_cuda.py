@@ -59,6 +59,7 @@ from cuda_report import host_lines, host_part_lines, markdown
 import zerocast
 from zerocast.backends import backend_for
 from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, Launcher
+from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
 from zerocast.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
@@ -75,6 +76,13 @@ RECIPES: dict[str, Recipe] = {
 }
 PLANS = (224, 5000)
 """Weights of the plans whose host time is taken."""
+
+ZERO_PARTS = {
+    "cast": ("partial_amax", "reduce_amax", "compute_scale", "partial_cast", "store_plain"),
+    "all_gather": ("all_gather_scales", "all_gather"),
+    "post-processing": ("post_all_gather_processing",),
+}
+"""The phases of a ZeroOptimizer's step that make the weights from the masters."""
 
 PARTS = ("speed", "others")
 """Of the benchmark, beside the comparison with TransformerEngine."""
@@ -319,19 +327,43 @@ class NoLauncher:
         self.launches += 1
 
 
+def plan_of(
+    kind: type[zerocast.CastPlan],
+    recipes: Sequence[Recipe],
+    device: torch.device,
+    *,
+    in_place: bool = False,
+) -> zerocast.CastPlan:
+    """Plan weights [16, 16] of one rank, laid together for a flat plan; in place, codes lie end to
+    end.
+    """
+    models = [zerocast.empty((16, 16), recipe, device=device) for recipe in recipes]
+    sizes = [model.rowwise_data.numel() for model in models]
+    if kind is FlatPlan:
+        lay_together(model.quantized_storage for model in models)
+    if in_place:
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        places = list(flat.split(sizes))
+    else:
+        places = allocate_together(sizes, torch.uint8, device)
+    if kind is FlatPlan or in_place:
+        for model, codes in zip(models, places, strict=True):
+            zerocast.replace_raw_data(model, codes)
+    masters = torch.zeros(len(models) * 256, device=device)
+    return kind(models, masters.split(256), [0] * len(models))
+
+
 def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
-    """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, before and after the
-    plan trusts its caller, and its launches, memsets left out.
+    """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, of a flat plan and of
+    one whose tensors are its caller's, and its launches, memsets left out.
     """
     device = backend.launcher.device
+    wait = (torch.cuda.synchronize,) if device.type == "cuda" else ()
     with zerocast.use_backend(backend):
         recipes = [RECIPES["fp8" if i % 4 == 0 else "nvfp4"] for i in range(weights)]
-        models = [zerocast.empty((16, 16), recipe, device=device) for recipe in recipes]
-        masters = [torch.zeros(256, device=device)] * weights
-        plan = zerocast.CastPlan(models, masters, [0] * weights)
-        wait = (torch.cuda.synchronize,) if device.type == "cuda" else ()
-        looking = host_seconds(plan.cast, rounds, *wait)
-        plan.trust_memory()
+        few = max(rounds // 20, 1)
+        looking = host_seconds(plan_of(zerocast.CastPlan, recipes, device).cast, few, *wait)
+        plan = plan_of(FlatPlan, recipes, device)
         seconds = host_seconds(plan.cast, rounds, *wait)
         before = backend.launcher.launches
         plan.cast()
@@ -340,34 +372,54 @@ def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
 
 
 def host_parts(weights: int, rounds: int) -> Result:
-    """Measure the CPU seconds of every call of a step of one NVFP4 plan, whose launches do nothing,
-    and of making it: of a plan that looks at the memory of all tensors, as plans do, and of the
-    same when it trusts its caller.
+    """Measure the CPU seconds of every call of a step of NVFP4 weights, whose launches do nothing:
+    of flat plans, of plans whose tensors are their caller's, and of making one of these; then what
+    a ZeroOptimizer pays.
     """
     found: Result = {"weights": weights}
 
     def seconds(work: Work) -> float:
         return medians({"work": work}, rounds, cpu_clock, warm_up=3)["work"]
 
+    recipes, device = [RECIPES["nvfp4"]] * weights, torch.device("cpu")
     with zerocast.use_backend(CudaBackend(NoLauncher())):
-        masters = [torch.zeros(256) for _ in range(weights)]
-        for gather in ("staged", "in place"):
-            models = [zerocast.empty((16, 16), RECIPES["nvfp4"]) for _ in masters]
-            if gather == "in place":
-                flat = torch.zeros(weights * 128, dtype=torch.uint8)
-                for model, codes in zip(models, flat.split(128), strict=True):
-                    zerocast.replace_raw_data(model, codes)
-            start = time.process_time()
-            plan = zerocast.CastPlan(models, masters, [0] * weights)
-            found["plan"] = time.process_time() - start
-            for looking in (", looking", ""):
+        for kind, suffix in ((zerocast.CastPlan, ", a caller's tensors"), (FlatPlan, "")):
+            for in_place in (False, True):
+                plan = plan_of(kind, recipes, device, in_place=in_place)
+                gather = "in place" if in_place else "staged"
                 found |= {
-                    f"cast{looking}": seconds(plan.cast),
-                    f"post-processing{looking}": seconds(plan.post_all_gather_processing),
-                    f"all_gather, {gather}{looking}": seconds(plan.all_gather),
+                    f"cast{suffix}": seconds(plan.cast),
+                    f"post-processing{suffix}": seconds(plan.post_all_gather_processing),
+                    f"all_gather, {gather}{suffix}": seconds(plan.all_gather),
                 }
-                plan.trust_memory()
+        models = [zerocast.empty((16, 16), recipe) for recipe in recipes]
+        masters = [torch.zeros(256) for _ in recipes]
+        start = time.process_time()
+        zerocast.CastPlan(models, masters, [0] * weights)
+        found["plan"] = time.process_time() - start
+        parts = zero_parts(weights)
+        found |= {f"ZeroOptimizer, {name}": seconds(work) for name, work in parts.items()}
     return found
+
+
+def zero_parts(weights: int) -> dict[str, Work]:
+    """Return by name the parts of a step of a ZeroOptimizer of NVFP4 weights [16, 16], one rank."""
+    params = [
+        (f"{i}", torch.nn.Parameter(zerocast.empty((16, 16), RECIPES["nvfp4"])))
+        for i in range(weights)
+    ]
+    optimizer = zerocast.optim.ZeroOptimizer(
+        params, torch.optim.SGD, zerocast.comm.SingleRank(), lr=0.1
+    )
+    gradient = torch.zeros(16, 16, dtype=torch.bfloat16)
+    for _, param in params:
+        param.grad = gradient
+    optimizer.step()
+    phases = optimizer.phases
+    parts: dict[str, Work] = {}
+    for part, names in ZERO_PARTS.items():
+        parts[part] = partial(run_all, [phases[name] for name in names])
+    return parts | {"whole step, with gradients and torch's optimizer": optimizer.step}
 
 
 def works(machine: Machine, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:

@@ -2,7 +2,8 @@
 
 The launches of a plan hold addresses. Torch lets the same tensor object have other memory at any
 time (``.data = ...``, ``set_``, ``resize_``, ``share_memory_``, ``Module.half``), and tells nobody.
-So each cast looks once at all of them, which takes one call for each tensor.
+So each cast looks once at all of them, which takes one call for each tensor; a flat plan looks at
+one of each storage (:mod:`zerocast.cast.flat_plan`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def lie_of(tensors: Sequence[torch.Tensor]) -> Lie:
     )
 
 
+def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Aliases of some of ``tensors``, one for each storage that these lie in."""
+    by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    return [tensor.detach() for tensor in by_storage.values()]
+
+
 class Addresses:
     """The addresses of the buffers of a plan's weights.
 
@@ -41,69 +48,73 @@ class Addresses:
         weights: as they were given to the plan, so that it is noticed where one of them becomes
             another weight.
         specs: the same, as checked.
+        is_flat: whether one tensor of each storage is looked at, and the weights' maker sees to the
+            rest.
 
     Attributes:
         written: what torch may save for a backward and a cast writes: the weights and their codes;
-            nothing where the caller has promised that none of them is saved.
-        is_trusting: whether only moves that are said (``replace_raw_data``) are looked for.
+            nothing of a flat plan, whose maker counts these.
 
     Raises:
         InputError: where two weights share memory, or a buffer is not what the recipe says.
     """
 
-    def __init__(self, weights: Sequence[QuantizedTensor], specs: Sequence[ShardSpec]) -> None:
-        self._weights, self._specs = weights, specs
+    def __init__(
+        self, weights: Sequence[QuantizedTensor], specs: Sequence[ShardSpec], *, is_flat: bool
+    ) -> None:
+        self._weights, self._specs, self._is_flat = weights, specs, is_flat
         self._storages = [shard_spec.storage for shard_spec in specs]
         kinds: dict[Any, Any] = {}  # weights that are alike have one between them
         copies = map(_copies, self._storages)
         self._copies = [kinds.setdefault(each, each) for each in copies]
-        self.is_trusting = False
         self.look()
-
-    def trust(self) -> None:
-        """Look at tensors only where a move was said."""
-        self.is_trusting = True
-        self.written.clear()
 
     def look(self) -> None:
         """Take the buffers as they lie now."""
         for shard_spec in self._specs:
             _check_buffers(shard_spec)
             shard_spec.check_own_codes()
-        self._move = QuantizedStorage.buffers_version
+        self._move = self._latest_move
         self._buffers = [b for storage in self._storages for b in storage.buffers.values()]
         self._count = len(self._buffers)
         self._buffers += [
             codes for shard_spec in self._specs for codes in shard_spec.codes.values()
         ]
         codes = [buffer for storage in self._storages for buffer in storage.codes]
-        self.written = [] if self.is_trusting else counted_by_torch([*self._weights, *codes])
-        self._pointers = list(map(torch.Tensor.data_ptr, self._buffers))
+        self.written = [] if self._is_flat else counted_by_torch([*self._weights, *codes])
+        self._seen = one_of_each_storage(self._buffers) if self._is_flat else self._buffers
+        self._pointers = list(map(torch.Tensor.data_ptr, self._seen))
         self._ranges = _Ranges(self._specs)
+
+    @property
+    def _latest_move(self) -> int:
+        # The gathers that a flat plan's weights wait for are its maker's, which has waited.
+        return QuantizedStorage.moves if self._is_flat else QuantizedStorage.buffers_version
 
     def have_moved(self) -> bool:
         """Whether a weight's buffer, or a caller's for its codes, lies elsewhere than when it was
         looked at.
 
         Raises:
-            InputError: where a weight is no longer the one that the plan was made for.
+            InputError: where a weight is no longer the one that the plan was made for; of a flat
+                plan only where a move was said.
         """
-        if self.is_trusting and self._move == QuantizedStorage.buffers_version:
-            return False
-        if [weight.quantized_storage for weight in self._weights] != self._storages:
+        is_said = self._move != self._latest_move
+        looks = is_said or not self._is_flat
+        if looks and [each.quantized_storage for each in self._weights] != self._storages:
             self._refuse_other_weights()
-        if self._move != QuantizedStorage.buffers_version:
+        if is_said:
             self._refuse_other_copies()
             now = [buffer for storage in self._storages for buffer in storage.buffers.values()]
             if len(now) != self._count or any(map(operator.is_not, now, self._buffers)):
                 return True
-            self._move = QuantizedStorage.buffers_version
+            self._move = self._latest_move
         # Sizes are left out: whoever changes one keeps the memory or moves it.
-        return list(map(torch.Tensor.data_ptr, self._buffers)) != self._pointers
+        return list(map(torch.Tensor.data_ptr, self._seen)) != self._pointers
 
     def hold_other_copies(self) -> bool:
         """Whether a weight has dropped or taken on copies that a plan's casts depend on."""
-        return self._move != QuantizedStorage.buffers_version and self._copies != list(
+        return self._move != self._latest_move and self._copies != list(
             map(_copies, self._storages)
         )
 

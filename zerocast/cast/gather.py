@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.backends import backend_for
+from zerocast.cast.addresses import one_of_each_storage
 from zerocast.cast.consistency import raise_in_all
 from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.shard_spec import ShardSpec
@@ -102,7 +103,8 @@ class CodeGather:
         plane: one of :data:`PLANES`.
 
     Attributes:
-        is_trusting: whether codes are looked for only where a move was said (``replace_raw_data``).
+        is_flat: whether one tensor of each storage is looked at; see
+            :mod:`zerocast.cast.flat_plan`.
         takes_digests: whether the digests of what is copied are taken on the way, on a CPU.
     """
 
@@ -132,9 +134,10 @@ class CodeGather:
                 offset = staged.stop
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
+        self._seen: list[torch.Tensor] = []
         self._addresses: list[int] = []
         # What is decided for codes at these addresses.
-        self.is_trusting = self.takes_digests = self._is_decided = False
+        self.is_flat = self.takes_digests = self._is_decided = False
         self._in_place: torch.Tensor | None = None
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
@@ -150,7 +153,10 @@ class CodeGather:
             if codes is not None:
                 self._codes[i] = codes
         own = [spec.codes[self._plane] for spec in self._specs if self._plane in spec.codes]
-        self._held = [codes for codes in self._codes if codes is not None] + own
+        self._seen = [codes for codes in self._codes if codes is not None] + own
+        if self.is_flat:
+            self._seen = one_of_each_storage(self._seen)
+            self._addresses = []  # they say too little of what was replaced
 
     @property
     def lacks_codes(self) -> bool:
@@ -220,9 +226,7 @@ class CodeGather:
         """Forget what was prepared for codes that have moved since."""
         if self._version != QuantizedStorage.buffers_version:
             self.look()
-        elif self.is_trusting and self._addresses:
-            return
-        addresses = list(map(torch.Tensor.data_ptr, self._held))
+        addresses = list(map(torch.Tensor.data_ptr, self._seen))
         if addresses != self._addresses:
             self._addresses, self._is_decided = addresses, False
             self._in_place = self._stage = self._store = None

@@ -103,6 +103,7 @@ class CastPlan:
     """
 
     _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
+    _is_flat = False  # whether one tensor of each storage is looked at; see flat_plan.py
 
     def __init__(
         self,
@@ -272,13 +273,6 @@ class CastPlan:
         """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
         return self._prepared.update(self._version, updates, lent)
 
-    def trust_memory(self) -> None:
-        """Look at no tensor from now on: the host time of a step is that of one weight, and the
-        caller promises that weights, buffers and masters keep their memory, but for
-        :func:`zerocast.replace_raw_data` and :meth:`bind`, and no backward needs the codes before.
-        """
-        self._prepared.trust_memory()
-
     def fail(self, error: ZerocastError) -> None:
         """Let the next cast raise ``error`` on all ranks, which hear of it with the amaxes."""
         self._attempt.error = error
@@ -347,4 +341,5 @@ class CastPlan:
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
             master_weights, self._specs, collectives, judges_amaxes=self._check_finite,
+            is_flat=self._is_flat,
         )  # fmt: skip

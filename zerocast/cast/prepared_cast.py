@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerocast.backends import backend_for
-from zerocast.cast.addresses import Addresses, lie_of
+from zerocast.cast.addresses import Addresses, lie_of, one_of_each_storage
 from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
@@ -64,6 +64,7 @@ class PreparedCast:
         specs: the same weights as checked.
         collectives: what ranks send each other, and the matrices that the weights are made of.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
+        is_flat: whether it looks at one tensor of each storage (:mod:`zerocast.cast.flat_plan`).
 
     Attributes:
         steps: the launches.
@@ -90,15 +91,20 @@ class PreparedCast:
         collectives: CastCollectives,
         *,
         judges_amaxes: bool,
+        is_flat: bool = False,
     ) -> None:
         self._specs, self._collectives, self._matrices = specs, collectives, collectives.matrices
         self._scale_gathers, self.own_scales = collectives.scale_gathers, collectives.own_scales
         self.gathered_scales = [m for gather in self._scale_gathers for m in gather.tensors]
-        self._judges_amaxes, self._one_thread = judges_amaxes, threading.RLock()
+        self._judges_amaxes, self._is_flat = judges_amaxes, is_flat
+        for gather in collectives.code_gathers:
+            gather.is_flat = is_flat
+            gather.look()
+        self._one_thread = threading.RLock()
         self._measured: tuple[object, ...] | None = None  # by an update
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
-        self.addresses = Addresses(weights, specs)
+        self.addresses = Addresses(weights, specs, is_flat=is_flat)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
@@ -138,7 +144,9 @@ class PreparedCast:
         pairs = zip(self._specs, master_weights, strict=True)
         self.bound = [master if spec.extent else None for spec, master in pairs]
         self.masters.bind(self._matrices.masters(self.bound))
-        self._bound_lie = lie_of([master for master in self.bound if master is not None])
+        held = [master for master in self.bound if master is not None]
+        self._seen = one_of_each_storage(held) if self._is_flat else held
+        self._lie = lie_of(self._seen)
 
     @contextmanager
     def released(self, *, anew: bool) -> Iterator[None]:
@@ -152,12 +160,6 @@ class PreparedCast:
                 yield
             finally:
                 self.bind([None] * len(self._specs))
-
-    def trust_memory(self) -> None:
-        """Take it that nothing moves unsaid; see :meth:`CastPlan.trust_memory`."""
-        self.addresses.trust()
-        for gather in self._collectives.code_gathers:
-            gather.is_trusting = True
 
     def take_digests(self, takes: bool) -> None:
         """Let the gathers take digests of what they store, or not."""
@@ -270,9 +272,7 @@ class PreparedCast:
     def _follow(self) -> None:
         """Prepare again where a weight has moved, and bind the masters where one has."""
         self.follow_moves()
-        if self.addresses.is_trusting:
-            return
-        if self._bound_lie != lie_of([master for master in self.bound if master is not None]):
+        if self._lie != lie_of(self._seen):
             self.rebind(self.bound)
 
     def _begin(self, version: CastVersion) -> None:
@@ -285,12 +285,14 @@ class PreparedCast:
 
     def _now(self) -> tuple[object, ...]:
         """What amaxes are taken of, unequal where that has changed: the launches, which are made
-        anew where a weight has moved, and the masters' memory and writes, as torch counts them.
+        anew where a weight has moved, and the masters' memory and writes, as torch counts them: of
+        a flat plan's those of their storages, and its bindings.
         """
-        masters = [master for master in self.bound if master is not None]
         # An address alone may be that of memory which was freed meanwhile.
-        memory = [StorageWeakRef(master.untyped_storage()) for master in masters]
-        return self.steps, memory, lie_of(masters), [master._version for master in masters]
+        memory = [StorageWeakRef(master.untyped_storage()) for master in self._seen]
+        bindings = self.masters.version if self._is_flat else 0
+        writes = [master._version for master in self._seen]
+        return self.steps, memory, lie_of(self._seen), writes, bindings
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:

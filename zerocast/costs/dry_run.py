@@ -20,11 +20,12 @@ import torch
 from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.consistency import raise_in_all, tp_shards_by_group
+from zerocast.cast.flat_plan import ALIGNMENT
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import RecordingCommunicator
 from zerocast.costs.counted_launches import CountingBackend, Work
 from zerocast.costs.one_of_many import OneOfMany
-from zerocast.layout import Owners
+from zerocast.layout import Owners, round_up
 from zerocast.numerics import Backend, Masters
 from zerocast.optim.gradient_rounds import BUFFER_BYTES, buffer_sizes, cut_rounds
 from zerocast.optim.gradients import flag_bytes
@@ -229,11 +230,13 @@ class DryRun:
         shards, held = self._shards, Counter[str]()
         for bucket in shards.buckets:
             name = "codes" if bucket.kind.is_codes else "plain weights"
-            held[name] += sum(flat.nbytes for flat in bucket.flats)
+            step = ALIGNMENT if bucket.kind.is_codes else 1  # those lie together
+            held[name] += sum(round_up(flat.nbytes, step) for flat in bucket.flats)
         for storage in self._storages:
             for name, buffer in storage.buffers.items():
                 if name not in storage.gathered:  # those lie in their bucket
-                    held["codes" if name == "columnwise_data" else "scales"] += buffer.nbytes
+                    kind = "codes" if name == "columnwise_data" else "scales"
+                    held[kind] += round_up(buffer.nbytes, ALIGNMENT)
         held["masters"] = shards.masters.nbytes
         held["optimizer state"] = self._state_bytes
         if self._owners:

@@ -13,7 +13,7 @@ these values only where any rank has found a write, which they learn from the re
 gradients; so a step without such writes costs nothing more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from zerocast.comm import agree
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import value_digests
+from zerocast.tensors import CastVersion
 from zerocast.tensors.digest import digest
 
 
@@ -29,12 +30,18 @@ class ExternalWrites:
 
     Args:
         shards: the weights and this rank's masters.
+        casts: returns how often the optimizer has cast its quantized weights. Where no more writes
+            are counted of any, none of them needs to be looked at.
     """
 
-    def __init__(self, shards: ShardedWeights) -> None:
-        self._shards = shards
+    def __init__(self, shards: ShardedWeights, casts: Callable[[], int]) -> None:
+        self._shards, self._casts = shards, casts
         self._found: set[int] = set()
-        self._versions: list[int] = []
+        weights = list(enumerate(shards.weights))
+        self._plain = [i for i, weight in weights if weight.storage is None]
+        self._versions = dict.fromkeys(range(len(weights)), 0)
+        self._others: int | None = None  # of all writes those that are no casts of the optimizer's
+        self._settled: int | None = None  # the same when all versions were read
         for weight in shards.weights:
             if weight.storage is not None:
                 weight.storage.keeps_source = True
@@ -42,10 +49,20 @@ class ExternalWrites:
 
     def look(self) -> bool:
         """Return whether a weight was written on this rank whose new value is not settled."""
-        for i, weight in enumerate(self._shards.weights):
-            if weight.version != self._versions[i]:
-                self._found.add(i)
+        places: Sequence[int] = self._plain
+        others = self._count_others()
+        if others != self._others:
+            self._others, places = others, range(len(self._versions))
+        self._found.update(i for i in places if self._version(i) != self._versions[i])
         return bool(self._found)
+
+    def _count_others(self) -> int:
+        return CastVersion.all_writes - self._casts()
+
+    def _version(self, index: int) -> int:
+        """A number that changes with every write of a weight that is no cast of the optimizer's."""
+        weight = self._shards.weights[index]
+        return weight.version - (0 if weight.storage is None else self._casts())
 
     def mark(self, indices: Iterable[int]) -> None:
         """Let these weights count as written."""
@@ -71,7 +88,11 @@ class ExternalWrites:
         for i in self._found:
             self._forget_init_value(i)
         self._found.clear()
-        self._versions = [weight.version for weight in self._shards.weights]
+        self._others = self._count_others()
+        is_same = self._others == self._settled
+        places = self._plain if is_same else range(len(self._versions))
+        self._versions.update((i, self._version(i)) for i in places)
+        self._settled = self._others
 
     def agree_and_take(self) -> None:
         """Call :meth:`agree` where any rank has found something, then :meth:`take`. Collective."""
@@ -108,7 +129,7 @@ class ExternalWrites:
                 )
             if False in were_written:
                 self._found.discard(i)
-                self._versions[i] = weights[i].version
+                self._versions[i] = self._version(i)
             if len(found_sources) > 1:
                 self._forget_init_value(i)
 

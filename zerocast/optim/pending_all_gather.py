@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerocast.cast.addresses import one_of_each_storage
 from zerocast.comm.communicator import Wait
 from zerocast.errors import UnsupportedError
 from zerocast.numerics import Launch
@@ -51,7 +52,8 @@ class PendingAllGather:
         self.under_way = self._finishing = self._captured = False
         self._failure: Exception | None = None
         self._launches: list[Launch] = []
-        self._addresses: list[int] | None = None
+        self._seen: list[torch.Tensor] = []  # one tensor of each storage that these write
+        self._lie: tuple[int, list[int]] | None = None
         weakref.finalize(self, _finish, self._waits)
         # It casts nothing, and says when the copies of all weights were made.
         self._version = CastVersion(rebuild_on_use=False)
@@ -74,7 +76,7 @@ class PendingAllGather:
                 "without overlap_all_gather."
             )
         self.under_way = True
-        QuantizedStorage.bump_buffers_version()
+        QuantizedStorage.bump_buffers_version(is_move=False)
         try:
             self._waits.extend(gathers)
         except Exception as error:
@@ -124,14 +126,21 @@ class PendingAllGather:
             self.under_way = False
 
     def _rebuild_derived(self) -> None:
-        """Run launches that are prepared once, and again where a weight has moved or gone."""
-        storages = [storage for each in self._storages if (storage := each()) is not None]
-        addresses = [b.data_ptr() for storage in storages for b in storage.buffers.values()]
-        if addresses != self._addresses:
-            self._addresses, self._launches = addresses, prepare_rebuild(storages)
+        """Run launches that are prepared once, and again where a weight has moved; see
+        :mod:`zerocast.cast.flat_plan`.
+        """
+        if self._lie != self._look():
+            storages = [storage for each in self._storages if (storage := each()) is not None]
+            self._launches = prepare_rebuild(storages)
+            buffers = [buffer for storage in storages for buffer in storage.buffers.values()]
+            self._seen = one_of_each_storage(buffers)
+            self._lie = self._look()
         for launch in self._launches:
             launch()
         self._version.mark_rebuilt()
+
+    def _look(self) -> tuple[int, list[int]]:
+        return QuantizedStorage.moves, list(map(torch.Tensor.data_ptr, self._seen))
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

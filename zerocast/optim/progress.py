@@ -15,7 +15,7 @@ theirs.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from zerocast.arguments import check_integer
@@ -38,6 +38,7 @@ class Progress:
 
     Args:
         shards: the weights.
+        casts: returns how often the optimizer has cast its quantized weights.
         frozen: parameters that the optimizer left out.
 
     Attributes:
@@ -46,10 +47,12 @@ class Progress:
         writes: the writes of other code into the weights.
     """
 
-    def __init__(self, shards: ShardedWeights, frozen: Sequence[Param]) -> None:
+    def __init__(
+        self, shards: ShardedWeights, casts: Callable[[], int], frozen: Sequence[Param]
+    ) -> None:
         self.steps = self._number = 0
         self.holds_averages = False
-        self.writes = ExternalWrites(shards)
+        self.writes = ExternalWrites(shards, casts)
         self._frozen = frozen
         self._shards = shards
         self._is_unfinished = False

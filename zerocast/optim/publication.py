@@ -5,12 +5,13 @@ from functools import partial
 
 import torch
 
-from zerocast.cast import CastPlan
+from zerocast.cast.flat_plan import FlatPlan
 from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.adamw import FusedAdamW
 from zerocast.optim.shards import ShardedWeights
+from zerocast.tensors.storage import counted_by_torch
 
 _GATHER = "all-gather"
 """The name, in errors for readers of a weight, of what is unfinished from its cast until its codes
@@ -40,23 +41,34 @@ class Publication:
         *,
         overlap_cast: bool,
     ) -> None:
-        self._shards, masters = shards, shards.held
-        # By place this rank's master of each quantized weight; None where it owns nothing.
-        self._masters = {i: masters.get(i) for i, w in enumerate(shards.weights) if w.kind.is_codes}
-        self._plan: CastPlan | None = None
+        self._shards = shards
+        # By place this rank's master of each quantized weight, which the plan alone has; None where
+        # it owns nothing.
+        self._masters = {
+            i: shards.master(i) if shards.own[i].extent else None
+            for i, weight in enumerate(shards.weights) if weight.kind.is_codes
+        }  # fmt: skip
+        self._plan: FlatPlan | None = None
+        self._written: list[torch.Tensor] = []  # of which torch counts the writes
         self._verified = 0  # the cast that was compared last
         self._staged: StagedCast | None = None
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
-            self._plan = CastPlan(
+            self._plan = FlatPlan(
                 [weight.param for weight in weights],
                 list(self._masters.values()),
-                [shards.own[i].extent.start if i in masters else None for i in self._masters],
+                [
+                    shards.own[i].extent.start if m is not None else None
+                    for i, m in self._masters.items()
+                ],
                 shards.comm,
                 names=[weight.name for weight in weights],
                 exchange="boundary",
                 verify=verify,
             )
+            # All codes are views of one allocation, whose counter they share.
+            params = [weight.param for weight in weights]
+            self._written = counted_by_torch([*params, *shards.code_flats[:1]])
             if overlap_cast:
                 place = {i: at for at, i in enumerate(self._masters)}
                 coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
@@ -69,6 +81,16 @@ class Publication:
             )
         if isinstance(optimizer, FusedAdamW):
             optimizer.plan = self._plan
+
+    def casts(self) -> int:
+        """Return how often quantized weights were cast."""
+        return 0 if self._plan is None else self._plan.casts
+
+    def count_writes(self) -> None:
+        """Let torch count the write of all quantized weights that comes, so that a backward which
+        saved one of them is an error. Before every publication.
+        """
+        torch.autograd.graph.increment_version(self._written)
 
     def phases(self, columns: torch.Tensor | None = None) -> dict[str, Callable[[], None]]:
         """Return by name, in order, what makes the weights from the masters; plain ones from
@@ -157,6 +179,8 @@ class Publication:
         ``due``, by their places, whose state is that before a cast of these masters.
         """
         self._shards.wait()
+        self.fail(self._shards.moved_weight())
+        self.count_writes()
         own, masters = self._shards.own, self._masters
         if self._plan is not None and columns is not None:
             held = {i: columns[own[i].columns] for i, m in masters.items() if m is not None}

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.arguments import check_flag
+from zerocast.cast.flat_plan import allocate_together, lay_together
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
+from zerocast.optim.places import Places
 from zerocast.optim.weights import StorageKind, Weight, restart_master
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
 
@@ -56,7 +58,9 @@ class Bucket:
         members: their places in the optimizer's list of weights.
         layout: where each lies and who owns what, in elements.
         first_column: where the owner's range begins in its columns.
-        flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``.
+        sizes: the entries of each of :attr:`flats`.
+        flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``; of the buckets
+            that hold codes all in one allocation.
         pending: what uses of the weights wait for; None where the step does.
     """
 
@@ -75,10 +79,8 @@ class Bucket:
             tuple(weights[i].param.numel() for i in members), size, kind.alignment
         )
         self.first_column = first_column
-        entries, device = kind.entries(self.layout.numel), weights[0].param.device
-        self.flats = [
-            torch.zeros(entries, dtype=kind.dtype, device=device) for _ in range(kind.planes)
-        ]
+        self.sizes = [kind.entries(self.layout.numel)] * kind.planes
+        self.flats: list[torch.Tensor] = []
 
     def shards(self, rank: int) -> list[Shard]:
         """Return what ``rank`` owns of each member."""
@@ -164,23 +166,31 @@ class ShardedWeights:
             self.num_columns += bucket.layout.rank_numel
         self.own = self._own_shards()
         device = weights[0].param.device
+        sizes = [size for bucket in self.buckets if bucket.kind.is_codes for size in bucket.sizes]
+        codes = iter(allocate_together(sizes, torch.uint8, device))
+        for bucket in self.buckets:
+            dtype, is_codes = bucket.kind.dtype, bucket.kind.is_codes
+            bucket.flats = [
+                next(codes) if is_codes else torch.zeros(size, dtype=dtype, device=device)
+                for size in bucket.sizes
+            ]
         self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
         self.held = {i: self.master(i) for i, shard in enumerate(self.own) if shard.extent}
         self.whole: dict[int, torch.Tensor] | None = None
-        self._addresses = self._look_up_addresses()
+        self._places = Places(self.weights, self.code_flats)
 
     def _own_shards(self) -> list[Shard]:
         by_weight: dict[int, Shard] = {}
-        self._places: dict[int, tuple[FlatLayout, Extent]] = {}  # of weights in their buckets
+        self._in_buckets: dict[int, tuple[FlatLayout, Extent]] = {}
         for bucket in self.buckets:
             by_weight |= zip(bucket.members, bucket.shards(self.comm.rank), strict=True)
             for i, extent in zip(bucket.members, bucket.layout.weight_extents(), strict=True):
-                self._places[i] = bucket.layout, extent
+                self._in_buckets[i] = bucket.layout, extent
         return [by_weight[i] for i in range(len(self.weights))]
 
     def owners(self, index: int) -> list[tuple[int, Extent]]:
         """Return the ranks that own elements of one weight, ascending, and which elements."""
-        layout, place = self._places[index]
+        layout, place = self._in_buckets[index]
         return [(rank, part.shifted(-place.start)) for rank, part in layout.owners(place)]
 
     def master(self, index: int) -> torch.Tensor:
@@ -200,30 +210,25 @@ class ShardedWeights:
                 restart_master(self.weights[i], whole, Extent(0, whole.numel()))
 
     def adopt(self) -> None:
-        """Move every weight into its bucket."""
+        """Move every weight into its bucket, and what else quantized ones hold together."""
+        lay_together(s for weight in self.weights if (s := weight.storage) is not None)
         for bucket in self.buckets:
             bucket.adopt(self.weights)
             if self.overlaps and bucket.kind.is_codes:
                 storages = [self.weights[i].storage for i in bucket.members]
                 bucket.pending = PendingAllGather([s for s in storages if s is not None])
-        self._addresses = self._look_up_addresses()
+        self._places = Places(self.weights, self.code_flats)
 
-    def _look_up_addresses(self) -> list[list[int]]:
-        return [[plane.data_ptr() for plane in weight.planes] for weight in self.weights]
+    @property
+    def code_flats(self) -> list[torch.Tensor]:
+        """The flat buffers of the buckets that hold codes, in one allocation."""
+        return [f for bucket in self.buckets if bucket.kind.is_codes for f in bucket.flats]
 
     def moved_weight(self) -> InputError | None:
         """Return the error for a weight that no longer lies in its bucket, as after
         ``model.float()``.
         """
-        found = self._look_up_addresses()
-        for weight, now, before in zip(self.weights, found, self._addresses, strict=True):
-            if now != before:
-                return InputError(
-                    f"{weight.name} must stay in the buffer that ZeroOptimizer put it in, and no "
-                    "longer lies there; convert or move a model (model.to, model.float) before "
-                    "making its optimizer, and write weights in place (copy_)."
-                )
-        return None
+        return self._places.error()
 
     def store_plain(self, columns: torch.Tensor) -> None:
         """Round ``columns``, FP32 [num_columns], this rank's masters or what stands for them, into

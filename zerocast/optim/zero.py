@@ -196,7 +196,7 @@ class ZeroOptimizer(ShardedOptimizer):
         if self._owners:
             self._owners.fetch_masters()
         self._publication.run()
-        self._progress = Progress(self._shards, frozen)
+        self._progress = Progress(self._shards, publication.casts, frozen)
 
     # --- a step ---
 
@@ -293,6 +293,7 @@ class ZeroOptimizer(ShardedOptimizer):
         if self._owners:
             gradients = self._owners.whole_gradients(self._gradients.reduced, gradients)
         self._progress.begin_change()
+        self._publication.count_writes()
         with self._user_code:
             self._inner.step(self.param_groups, gradients)
         if self._owners:

@@ -37,7 +37,7 @@ from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, refuse_function,
 from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.saved import checked_storage
 from zerocast.tensors.storage import QuantizedStorage
-from zerocast.tensors.weight_data import WeightData
+from zerocast.tensors.weight_data import HELD, WeightData
 from zerocast.tensors.wrappers import decomposed, inference_mode_of
 
 Operation = Callable[..., Any]
@@ -195,7 +195,8 @@ class QuantizedTensor(WeightData):
         """
         storage = self.quantized_storage
         storage.prepare_for_forward(lambda stale: rebuild_derived([stale]))
-        return list(storage.buffers), (self.recipe, storage.dtype, NAMES_IN_GRAPHS)
+        names = [HELD + name for name in storage.buffers]
+        return names, (self.recipe, storage.dtype, NAMES_IN_GRAPHS)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -210,7 +211,8 @@ class QuantizedTensor(WeightData):
             InputError: where they are not those of such a weight.
         """
         recipe, dtype, _ = context
-        return QuantizedTensor(checked_storage(outer_size, dtype, recipe, inner))
+        buffers = {name.removeprefix(HELD): buffer for name, buffer in inner.items()}
+        return QuantizedTensor(checked_storage(outer_size, dtype, recipe, buffers))
 
 
 def restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:

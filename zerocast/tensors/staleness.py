@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -50,6 +51,10 @@ class CastVersion:
         unfinished: what has begun to write the weights and not ended: "cast", "all-gather".
     """
 
+    all_writes: ClassVar[int] = 0
+    """Of all weights that there are: casts of plans, and single writes by others. Who knows the
+    casts of his own sees in one comparison whether to look for others' writes."""
+
     def __init__(self, *, rebuild_on_use: bool) -> None:
         self.ticks = self.ticked_at = self.rebuilt_at = 0
         self.rebuild_on_use = rebuild_on_use
@@ -68,6 +73,7 @@ class CastVersion:
         """
         self.begin("cast")
         self.ticks += 1
+        CastVersion.all_writes += 1
         self.ticked_at = next(_clock)
         torch.autograd.graph.increment_version(written)
 
@@ -114,6 +120,7 @@ class Writes:
     def note_other(self) -> None:
         """Note that something other than a plan has just written codes and scales."""
         self.others += 1
+        CastVersion.all_writes += 1
         self._others_wrote_at = next(_clock)
 
     @property

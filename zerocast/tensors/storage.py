@@ -57,6 +57,9 @@ class QuantizedStorage(HeldPlanes):
     that is not waited for. So a plan finds out by one comparison whether it has to look at buffers
     again."""
 
+    moves: int = 0
+    """The same, but for gathers of a ZeroOptimizer, whose own plan waits for them."""
+
     def __init__(
         self,
         shape: Sequence[int],
@@ -211,11 +214,13 @@ class QuantizedStorage(HeldPlanes):
         self.bump_buffers_version()
 
     @staticmethod
-    def bump_buffers_version() -> None:
+    def bump_buffers_version(*, is_move: bool = True) -> None:
         """Make plans look at the buffers before they use them again: some were replaced, or are
-        written by a gather that has begun.
+        written by a gather that has begun; a ZeroOptimizer's gather is no move for its own plan.
         """
         QuantizedStorage.buffers_version = next(_moves)
+        if is_move:
+            QuantizedStorage.moves = QuantizedStorage.buffers_version
 
     # --- versions ---
 

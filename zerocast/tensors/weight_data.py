@@ -1,6 +1,9 @@
 """WeightData: the buffers of a quantized weight, by name: codes, scales and recipe state.
 
-Reading a buffer that is missing or stale raises an error that says how to get it.
+Each is an alias of the buffer, made at each access: what is written to it is written to the weight.
+To give the alias other memory (``.data = ...``, ``set_``) does not move the weight, so plans need
+not look for that (:mod:`zerocast.cast.flat_plan`). Reading a buffer that is missing or stale raises
+an error that says how to get it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class WeightData(torch.Tensor):
 
     @property
     def rowwise_data(self) -> torch.Tensor:
-        """uint8: the codes, which an all-gather moves; the live buffer.
+        """uint8: the codes, which an all-gather moves; live memory.
 
         Raises:
             MissingDataError: a quantizer made only the columnwise codes.
@@ -80,7 +83,7 @@ class WeightData(torch.Tensor):
                 f"amax is stored by recipes that decode with it, and {type(self.recipe).__name__} "
                 f"does not; its scale is rowwise_scale_inv."
             )
-        return self.quantized_storage.buffers["amax"]
+        return self.quantized_storage.buffers["amax"].detach()
 
     @property
     def scale(self) -> torch.Tensor:
@@ -178,7 +181,7 @@ class WeightData(torch.Tensor):
                 f"{name} is state of weights of other recipes, and not of this one of "
                 f"{type(self.recipe).__name__}."
             )
-        return self.quantized_storage.buffers[name]
+        return self.quantized_storage.buffers[name].detach()
 
     def _rowwise(self, name: str) -> torch.Tensor:
         if not self.quantized_storage.has_rowwise:
@@ -186,13 +189,13 @@ class WeightData(torch.Tensor):
                 f"{name} is not there: this tensor was made, or kept, with its columnwise copy "
                 f"only. Quantize it with rowwise=True."
             )
-        return self.quantized_storage.buffers[name]
+        return self.quantized_storage.buffers[name].detach()
 
     def _columnwise(self, name: str, shared: str) -> torch.Tensor:
         """Return the buffer ``name``, or the one that serves both copies where there is none."""
         self._require_columnwise(name)
         storage = self.quantized_storage
-        return storage.derived(name if name in storage.buffers else shared)
+        return storage.derived(name if name in storage.buffers else shared).detach()
 
     def _require_columnwise(self, name: str) -> None:
         storage = self.quantized_storage
@@ -208,3 +211,18 @@ class WeightData(torch.Tensor):
             f"{name} is not there: this weight was made, or kept, without its columnwise copy; "
             f"{remedy}."
         )
+
+
+def _held(name: str) -> property:
+    return property(lambda weight: weight.quantized_storage.buffers[name])
+
+
+HELD = "_held_"
+"""Before the name of a buffer, that of the attribute by which torch.compile finds the buffer itself
+among the inputs of a graph."""
+
+for _name in (
+    "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "scale",
+    "cast_scale", "amax_history", "rounding_counter",
+):  # fmt: skip
+    setattr(WeightData, HELD + _name, _held(_name))

@@ -96,7 +96,8 @@ def _read(tensor: QuantizedTensor, field: str) -> torch.Tensor | None:
     storage, name = tensor.quantized_storage, _fields(tensor.recipe)[field]
     if field in _COLUMNWISE:
         return getattr(tensor, name) if storage.has_columnwise else None
-    return storage.buffers.get(name)
+    found = storage.buffers.get(name)
+    return None if found is None else found.detach()
 
 
 def _assign(tensor: QuantizedTensor, field: str, value: torch.Tensor | None) -> None:

@@ -1,0 +1,209 @@
+"""A plan of weights and masters that lie in a few allocations: the time of a step is that of one
+weight, and every move is followed or refused.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.kernels.test_graphs_and_threads import Idle
+from tests.support.same_bytes import assert_same_bytes, assert_same_storage
+from tests.support.values import draw_values
+from zerocast.backends.cuda import CudaBackend
+from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
+
+SHAPE = (48, 32)
+NUMEL = 48 * 32
+RECIPES = ["nvfp4", "mxfp8", "delayed", "block"]
+
+
+def step(plan: zerocast.CastPlan) -> None:
+    """A step by one rank."""
+    plan.cast()
+    plan.all_gather()
+
+
+def instructions(run: Callable[[], None]) -> int:
+    """How many instructions of Python ``run`` takes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def planned(recipe: str, count: int, kind: type[zerocast.CastPlan] = FlatPlan) -> tuple:
+    """Weights laid together, the masters' memory, and a plan of views of it."""
+    weights = [zerocast.empty(SHAPE, recipe) for _ in range(count)]
+    lay_together(weight.quantized_storage for weight in weights)
+    for weight, codes in zip(
+        weights, allocate_together(code_sizes(weights), torch.uint8, torch.device("cpu")),
+        strict=True,
+    ):  # fmt: skip
+        zerocast.replace_raw_data(weight, codes)
+    masters = draw_values("normal", count * NUMEL, 1)
+    plan = kind(weights, list(masters.split(NUMEL)), [0] * count)
+    step(plan)
+    return weights, masters, plan
+
+
+def code_sizes(weights: list[zerocast.QuantizedTensor]) -> list[int]:
+    """Bytes of rowwise codes."""
+    return [weight.rowwise_data.numel() for weight in weights]
+
+
+@pytest.mark.parametrize("kind", [FlatPlan, zerocast.CastPlan])
+def test_a_step_looks_at_a_tensor_of_each_storage(kind: type[zerocast.CastPlan]) -> None:
+    """It takes as many instructions of Python for 12 weights as for 2; of a plan whose caller's
+    tensors may move, more.
+    """
+
+    @zerocast.use_backend(CudaBackend(Idle()))
+    def of(count: int) -> int:
+        _, _, plan = planned("nvfp4", count, kind)
+        return instructions(lambda: step(plan))
+
+    assert (of(12) == of(2)) == (kind is FlatPlan)
+
+
+def moved(tensor: torch.Tensor) -> None:
+    """The storage grows, and has its old size again."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(16 * size)
+    storage.resize_(size)
+
+
+def lost_and_found(tensor: torch.Tensor) -> None:
+    """The memory is given back, and there is some again, as FSDP does."""
+    storage = tensor.untyped_storage()
+    size, first = storage.nbytes(), torch.zeros(1 << 16)
+    storage.resize_(0)
+    del first
+    storage.resize_(size)
+
+
+def shared(tensor: torch.Tensor) -> None:
+    """To memory that child processes share."""
+    tensor.share_memory_()
+
+
+@zerocast.use_backend("cpu")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("move", [moved, shared, lost_and_found])
+@pytest.mark.parametrize("what", ["masters", "rowwise_data", "rowwise_scale_inv", "another"])
+def test_a_storage_that_moves_is_followed(
+    recipe: str, move: Callable[[torch.Tensor], None], what: str
+) -> None:
+    """Wherever it is seen first: in the tensor of another weight, too."""
+    weights, masters, plan = planned(recipe, 3)
+    last = weights[-1]
+    moving = {"masters": masters, "another": weights[0].rowwise_data}
+    move(moving[what] if what in moving else getattr(last, what))
+    for weight in weights[:-1]:
+        weight.rowwise_data[:] = 0  # what comes is written now
+    masters.copy_(draw_values("normal", masters.numel(), 7))
+    expected = [zerocast.empty(SHAPE, recipe) for _ in weights]
+    other = zerocast.CastPlan(expected, list(masters.split(NUMEL)), [0] * len(weights))
+    for name in weights[0].recipe.state:
+        for weight, made in zip(weights, expected, strict=True):
+            getattr(made, name).copy_(getattr(weight, name))
+    step(other)
+    step(plan)
+    for i, (weight, made) in enumerate(zip(weights, expected, strict=True)):
+        assert_same_storage(weight, made, f"weight {i}")
+
+
+def given(tensor: torch.Tensor) -> None:
+    """``tensor.data = other``."""
+    tensor.data = torch.zeros_like(tensor)
+
+
+def set_to(tensor: torch.Tensor) -> None:
+    """``tensor.set_(other)``."""
+    tensor.set_(torch.zeros_like(tensor))
+
+
+def swapped(tensor: torch.Tensor) -> None:
+    """``torch.utils.swap_tensors``."""
+    torch.utils.swap_tensors(tensor, torch.zeros_like(tensor))
+
+
+NAMES = (
+    "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "scale",
+    "cast_scale", "amax_history", "rounding_counter",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("move", [given, set_to, swapped])
+@zerocast.use_backend("cpu")
+def test_what_a_weight_hands_out_moves_nothing(
+    recipe: str, move: Callable[[torch.Tensor], None]
+) -> None:
+    """Other memory given to an attribute of a weight leaves the weight where it is; what is written
+    to one is written to the weight.
+    """
+    weights, masters, plan = planned(recipe, 2)
+    before = [weight.dequantize() for weight in weights]
+    for weight in weights:
+        for name in NAMES:
+            try:
+                attribute = getattr(weight, name)
+            except zerocast.MissingDataError:
+                continue
+            assert attribute.data_ptr() == getattr(weight, name).data_ptr()
+            move(attribute)
+    for i, (weight, value) in enumerate(zip(weights, before, strict=True)):
+        assert_same_bytes(weight.dequantize(), value, f"weight {i}")
+    masters.neg_()
+    plan.cast()
+    plan.all_gather()
+    if recipe != "delayed":  # whose scales are those of the cast before
+        for i, (weight, value) in enumerate(zip(weights, before, strict=True)):
+            assert_same_bytes(weight.dequantize(), -value, f"weight {i}")
+    weights[0].rowwise_data.zero_()
+    assert not weights[0].rowwise_data.any()
+
+
+@zerocast.use_backend("reference")
+def test_moves_that_are_said_are_followed() -> None:
+    """``replace_raw_data``, within one allocation, too, and ``bind`` are."""
+    weights, masters, plan = planned("nvfp4", 2)
+    room = torch.zeros(4, NUMEL // 2, dtype=torch.uint8)
+    for seed in range(4):
+        if seed in (1, 2):
+            for place, weight in enumerate(weights):
+                zerocast.replace_raw_data(weight, room[place + seed])
+        if seed == 3:
+            masters = torch.empty(2 * NUMEL)
+            plan.bind(list(masters.split(NUMEL)))
+        masters.copy_(draw_values("normal", 2 * NUMEL, seed))
+        step(plan)
+        for weight, master in zip(weights, masters.split(NUMEL), strict=True):
+            expected = zerocast.quantize(master.view(SHAPE), "nvfp4", dtype=torch.bfloat16)
+            assert_same_storage(weight, expected, f"step {seed}")
+
+
+def test_memory_is_given_back() -> None:
+    """That of copies that all weights drop, after the next step."""
+    weights, _, plan = planned("nvfp4", 2)
+    copy = weights[0].columnwise_data.untyped_storage()
+    for weight in weights:
+        weight.update_usage(columnwise_usage=False)
+    step(plan)
+    assert torch._C._storage_Use_Count(copy._cdata) == 1
