@@ -156,13 +156,14 @@ static i64 visited(const i64* in, i64* out) {
         OwnedVectors owned = owned_vectors(vectors, tile, grid, in[4], in[5]);
         for (int i = 0; i < TILE_VECTORS; i++) {
             int left = vectors.cols - vectors.col_of(i);
+            bool counted = i < vectors.count;
             to += put(to, vectors.at(i), owned.whole >> i & 1, owned.some >> i & 1,
-                      i < vectors.count && left > 0 && left < 4);
+                      counted && left > 0 && left < 4);
             for (int j = 0; j < 4; j++) {
                 int b = shape.block_of(grid, vectors.row_of(i), vectors.col_of(i) + j);
                 i64 block = shape.first_block + shape.offset_of(b, grid.blocks_w(), 1);
-                to +=
-                    put(to, owns(vectors, in[4], in[5], i, j), b < shape.num_blocks() ? block : -1);
+                to += put(to, counted && owns(vectors, in[4], in[5], i, j),
+                          b < shape.num_blocks() ? block : -1);
             }
         }
     }
