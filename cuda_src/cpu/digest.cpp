@@ -43,14 +43,14 @@ u64 digest_bytes(const u8* row, i64 at, i64 end) {
     return total;
 }
 
-// Register by register: a copy of the line may be made by halves of registers, and a load that takes
-// what two stores wrote waits until both have left the core.
+// Register by register: a copy of the line may be made by halves of registers, and a load that
+// takes what two stores wrote waits until both have left the core.
 ZEROCAST_FN void load_line(Int* line, const u8* from) {
     for (int k = 0; k < REGISTERS; k++) line[k] = Native::load_as<Int>(from + k * sizeof(Int));
 }
 
-// The sum over lines of a row, before the row's factor: of words with even numbers and of those with
-// odd ones times the lower halves, and of all times the upper ones.
+// The sum over lines of a row, before the row's factor: of words with even numbers and of those
+// with odd ones times the lower halves, and of all times the upper ones.
 struct Sum {
     Wide even, odd;
     Unsigned high;
