@@ -235,7 +235,7 @@ def test_a_region_that_the_function_cannot_see():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
     """With the same bytes."""
-    monkeypatch.setattr(zerocast.nn.regions, "GRAPHS_REMEMBER", False)
+    monkeypatch.setattr(zerocast.nn.regions, "GRAPHS_HOLD_STATE", False)
     model = every_layer()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager")
