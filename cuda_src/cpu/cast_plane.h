@@ -144,8 +144,8 @@ class PlaneCast {
     ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier, bool positive) const {
         i64 grouped = count / GROUP * GROUP;
         for (i64 i = 0; i < grouped; i += GROUP) {
-            if (SKIPS_NAN && positive && !changes_.flags)
-                i += numbers<BLOCK>(element + i, grouped - i, multiplier + i / BLOCK);
+            if ((positive || !SKIPS_NAN) && !changes_.flags)
+                i += unnoted<BLOCK>(element + i, grouped - i, multiplier + i / BLOCK);
             if (i == grouped) break;
             prefetch(master(element + i), ahead_);
             Native::Int code[4];
@@ -155,18 +155,22 @@ class PlaneCast {
         return grouped;
     }
 
-    // The whole groups before the first that has a NaN, under positive multipliers and where nobody
-    // asks what changes; returns how many elements they hold. Nothing is called meanwhile, so that
+    // The whole groups where nothing asks what changes, under positive multipliers up to the first
+    // NaN if SKIPS_NAN; returns how many elements they hold. The loop calls no function, so that
     // constants stay in registers.
     template <int BLOCK>
-    ZEROCAST_FN i64 numbers(i64 element, i64 count, const float* multiplier) const {
+    ZEROCAST_FN i64 unnoted(i64 element, i64 count, const float* multiplier) const {
         const T* x = master(element);
         u8* to = codes(element);
         i64 i = 0, ahead = ahead_;
         for (; i < count; i += GROUP) {
             prefetch(x + i, ahead);
             Native::Int code[4];
-            if (!encode_numbers<BLOCK>(x + i, multiplier + i / BLOCK, code)) break;
+            if constexpr (SKIPS_NAN) {
+                if (!encode_numbers<BLOCK>(x + i, multiplier + i / BLOCK, code)) break;
+            } else {
+                encode_any<BLOCK>(element + i, x + i, multiplier + i / BLOCK, code);
+            }
             store(to + bytes(i), code);
         }
         return i;
@@ -201,6 +205,13 @@ class PlaneCast {
         if constexpr (SKIPS_NAN) {
             if (positive && encode_numbers<BLOCK>(x, multiplier, code)) return;
         }
+        encode_any<BLOCK>(element, x, multiplier, code);
+    }
+
+    // The codes of GROUP elements, whatever they and the multipliers are.
+    template <int BLOCK>
+    ZEROCAST_FN void encode_any(i64 element, const T* x, const float* multiplier,
+                                Native::Int (&code)[4]) const {
         Native::Float scaled[4];
         for (int i = 0; i < 4; i++) {
             auto rounded = round_to<Rounded, Native>(load(x + i * W));
