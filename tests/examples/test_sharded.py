@@ -22,6 +22,13 @@ def moved(output: str, what: str) -> tuple[float, float]:
     return codes, bf16
 
 
+def is_wide(output: str) -> bool:
+    """Whether what is not quantized is sent in FP32, in which programs compute where BF16 is slow:
+    on a processor without AVX-512.
+    """
+    return "an element, torch.float32" in output
+
+
 @pytest.mark.parametrize(
     ("ranks", "program", "over"),
     [
@@ -34,7 +41,8 @@ def test_codes_are_gathered_on_mpi_ranks(
     ranks: int, program: tuple[object, ...], over: str
 ) -> None:
     """On 3 ranks, over which no weight divides, and on 2 x 2 the loss falls, an all-gather of the
-    weights moves less than a third of BF16, and every code and value is the unsharded cast's.
+    weights moves less than a third of BF16 (less than 0.4 of it where the rest is FP32), and every
+    code and value is the unsharded cast's.
     """
     said = output_of(on_mpi_ranks(ranks, *program, "--recipe", "nvfp4", "--steps", 3))
     steps = [line for line in said.splitlines() if line.startswith("step ")]
@@ -42,7 +50,7 @@ def test_codes_are_gathered_on_mpi_ranks(
     assert last < first
     assert "16 of 37 parameters are all-gathered in codes" in said
     codes, bf16 = moved(said, f"an all-gather of all weights{over}")
-    assert codes < bf16 / 3
+    assert codes < (0.4 if is_wide(said) else 1 / 3) * bf16
     assert "equal the unsharded cast on every rank" in said
     assert f"compared on each of {ranks}" in said
 
@@ -70,11 +78,12 @@ def test_fsdp2_runs_under_torchrun(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["current", nightly("mxfp8")])
 def test_quantized_inputs_run_under_torchrun(recipe: str) -> None:
     """With quantized activations and gradients, too; recipes of one scale a tensor gather most
-    inputs in codes.
+    inputs in codes: four fifths of them.
     """
     said = with_quantized_operands(TENSOR_PARALLEL, "--recipe", recipe, "--tensor-parallel", 2)
     codes, bf16 = moved(said, "all-gathers of the inputs of a forward")
-    assert codes <= 0.6 * bf16 if recipe != "mxfp8" else codes >= bf16
+    most = 0.8 if is_wide(said) else 0.6
+    assert codes <= most * bf16 if recipe != "mxfp8" else codes >= bf16
 
 
 @pytest.mark.parametrize("program", [(FSDP2,), (TENSOR_PARALLEL, "--tensor-parallel", 1)])
