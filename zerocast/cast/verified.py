@@ -2,7 +2,7 @@
 
 Note: what verify sees
 ~~~~~~~~~~~~~~~~~~~~~~
-``"hash"`` compares a digest of codes, scales, amaxes and what recipes remember, and the number of
+``"hash"`` compares a digest of codes, scales, amaxes and recipe state, and the number of
 the step: one all-reduce of two integers. It sees whatever makes the bytes of one rank others than
 those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
 stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another

@@ -25,7 +25,7 @@ class HeldWeight:
 
     Attributes:
         name: what messages call it.
-        storage: its bytes, with what its recipe remembers.
+        storage: its bytes, with its recipe state.
         owners: the ranks that own elements of it, and which.
         amax_group: weights of a group of ranks with the same one share their tensor amax.
         is_compared: False for one that is there for its amax alone.
@@ -177,7 +177,7 @@ def _elements(buffer: torch.Tensor, code_bits: int) -> torch.Tensor:
 
 
 def _text(value: torch.Tensor) -> str:
-    """A scale, or what a recipe remembers, so that two that differ have other texts."""
+    """A scale, or a value of recipe state, so that two that differ have other texts."""
     if value.dtype == torch.float32:
         return f"{value.item():.9g}"
     return f"0x{value.item():02X}" if value.dtype == torch.uint8 else str(value.item())
