@@ -43,6 +43,9 @@ FAILED=0
 # The machine's own pytest: it may lack plugins that pyproject.toml configures, and its torch may warn of anything.
 PYTEST=("$PYTHON" -m pytest -v --durations=20 -p no:cacheprovider -o addopts=--import-mode=importlib
     -o filterwarnings=default -m cuda)
+# Where pytest can, processes share the GPU; with one thread each, or their references crowd the cores.
+MANY=()
+"$PYTHON" -c "import xdist" 2>/dev/null && MANY=(-n 8) && export OMP_NUM_THREADS=1
 BENCH=("$PYTHON" scripts/bench_cuda.py --output "$RESULTS/bench_cuda" "${REHEARSE[@]}")
 
 # within STAGE LIMIT COMMAND...   at most LIMIT seconds; what it prints is added to the stage's log
@@ -66,7 +69,7 @@ stage_speed() {
 stage_tests() {
     within tests 90 "${PYTEST[@]}" tests/kernels/test_cuda_device.py -k "graph or thread or stream or wait"
     local first=$?
-    within tests 210 "${PYTEST[@]}" tests/kernels tests/nn/test_cuda_layers.py \
+    within tests 210 "${PYTEST[@]}" "${MANY[@]}" tests/kernels tests/nn/test_cuda_layers.py \
         -k "not (test_cuda_device and (graph or thread or stream or wait))" && ((first == 0 || first == 5))
 }
 
