@@ -87,7 +87,7 @@ INSTANCES = {
     "select": ("false", "true"),
     "compute_scale": [*FP8, *MXFP4, *NVFP4],
     "compute_scale_delayed": ("false", "true"),
-    "expand_scales": ("u8", "float"),
+    "expand_scales": ("u8", "i32"),
     "partial_cast": [
         *(f"{kind}, NearestVec4<{kind[-5:-1]}>, {shape}" for kind in [*FP8, *MXFP4]
           for shape in SHAPES),

@@ -1,17 +1,12 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
 // included.
 //
-// A stored plane is cut into strips: all stored rows of a few rows of blocks, 256 columns of them.
-//
 // A weight has one plane (number 0), or a second one with blocks of its own (number 1). The first
-// strip of the first plane does what is done once a weight.
+// tile of the first plane does what is done once a weight.
 #include "arithmetic/scaling.h"
 #include "cuda/planes.h"
 
 using namespace zerocast;
-
-// Threads side by side in a row of blocks.
-constexpr int STRIP_THREADS = 64;
 
 static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
     if (target.amax) *target.amax = *target.tensor_amax;
@@ -30,13 +25,13 @@ __global__ void __launch_bounds__(THREADS, 8)
         // Blocks from one row to the next, and from one column to the next, as they are stored.
         i64 down = plane.transposed ? 1 : plane.grid.blocks_w();
         i64 right = plane.transposed ? plane.grid.blocks_w() : 1;
-        auto stored_at = [&](i64 i, i64 j) {
-            i64 block = i * down + j * right;
+        auto stored = [&](i32 amax, i64 block) {
             i32 choice = Numerics::CHOOSES ? target.choices[block] : 0;
-            return numerics.template stored<Scalar>(plane.block_amax[block], choice);
+            return numerics.template stored<Scalar>(amax, choice);
         };
         if (plane.scale_inv)
-            store_scales<typename Numerics::Stored, STRIP_THREADS, THREADS>(plane, tile, stored_at);
+            store_scales<typename Numerics::Stored, THREADS>(plane, tile, plane.block_amax, down,
+                                                             right, stored);
         if (tile.plane == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
             once_a_weight(target);
     }

@@ -1,13 +1,8 @@
 // expand_scales: the stored scales of whole weights from one of each block, padding and repeats
 // included.
-//
-// A stored plane is cut into strips, as by compute_scale.
 #include "cuda/planes.h"
 
 using namespace zerocast;
-
-// Threads side by side in a row of blocks.
-constexpr int STRIP_THREADS = 64;
 
 template <class Stored>
 __global__ void __launch_bounds__(THREADS, 8)
@@ -20,13 +15,7 @@ __global__ void __launch_bounds__(THREADS, 8)
         // Blocks from one row to the next, and from one column to the next, as they are stored.
         i64 down = plane.transposed ? 1 : plane.grid.blocks_w();
         i64 right = plane.transposed ? plane.grid.blocks_w() : 1;
-        auto stored_at = [&](i64 i, i64 j) {
-            Stored made = ((const Stored*)plane.block_amax)[i * down + j * right];
-            if constexpr (sizeof(Stored) == 1)
-                return (i32)made;
-            else
-                return Scalar::bits(made);
-        };
-        store_scales<Stored, STRIP_THREADS, THREADS>(plane, tile, stored_at);
+        store_scales<Stored, THREADS>(plane, tile, (const Stored*)plane.block_amax, down, right,
+                                      [](i32 bits, i64) { return bits; });
     }
 }

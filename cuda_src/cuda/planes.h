@@ -10,6 +10,9 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
+// The most threads side by side in a row of a plane of scales.
+constexpr int MOST_ACROSS = 64;
+
 struct PlaneTile {
     i32 weight;  // row of the table
     i32 plane;   // which of the weight's planes
@@ -26,9 +29,10 @@ ZEROCAST_FN Entries four_times(i32 bits) { return Entries{{bits, bits, bits, bit
 
 // The first `left` of four entries, all at once where there are four and the address allows it.
 template <class Stored>
-ZEROCAST_FN void store_entries(Stored* to, const Entries& e, i64 left) {
+ZEROCAST_FN void store_entries(Stored* to, const Entries& e, int left) {
+    constexpr bool BYTES = sizeof(Stored) == 1;
     if (left >= 4 && (u64)to % (4 * sizeof(Stored)) == 0) {
-        if constexpr (sizeof(Stored) == 1)
+        if constexpr (BYTES)
             *(u32*)to =
                 (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
         else
@@ -38,40 +42,88 @@ ZEROCAST_FN void store_entries(Stored* to, const Entries& e, i64 left) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         if (k >= left) continue;
-        if constexpr (sizeof(Stored) == 1)
-            to[k] = (u8)e.bits[k];
-        else
+        if constexpr (SAME<Stored, float>)
             to[k] = Scalar::value(e.bits[k]);
+        else
+            to[k] = (Stored)e.bits[k];
     }
 }
 
-// Stores one tile of a plane, all stored rows of some rows of blocks, with their padding. A thread
-// takes four stored columns side by side: ACROSS threads take a row of blocks, and the others of
-// NUM_THREADS the next ones. stored_at(i, j) is the bit pattern of the scale that stands in row i
-// and column j of the blocks as they are stored.
-template <class Stored, int ACROSS, int NUM_THREADS, class StoredAt>
-ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile,
-                              const StoredAt& stored_at) {
+// Four scales, `right` apart: all at once where they lie side by side and the address allows it.
+template <class Raw>
+ZEROCAST_FN Entries load_entries(const Raw* from, i64 right, int count) {
+    if constexpr (sizeof(Raw) == 4) {
+        if (right == 1 && count >= 4 && (u64)from % 16 == 0) {
+            int4 four = *(const int4*)from;
+            return Entries{{four.x, four.y, four.z, four.w}};
+        }
+    }
+    Entries found{};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (k < count) found.bits[k] = (i32)from[k * right];
+    }
+    return found;
+}
+
+ZEROCAST_FN int at_most(i64 count, int most) { return count < most ? (int)count : most; }
+
+// Threads side by side in a row of a plane that is stored with so many columns, four a thread, so
+// that those of a narrow plane take several rows at once; tiling.scale_tile() cuts by the same.
+ZEROCAST_FN int threads_across(i64 stored_cols) {
+    int across = MOST_ACROSS;
+    while (across > 1 && 2 * across >= stored_cols) across /= 2;
+    return across;
+}
+
+// Stores one tile of a plane, all stored rows of some rows of blocks, with their padding. Block
+// (i, j), as the plane is stored, is from[i * down + j * right]; convert(that, block) makes the bit
+// pattern of its scale, where `block` is that index.
+//
+// A thread takes four stored columns of some rows of blocks, and has read all rows of a batch
+// before it stores the first. Where a scale repeats to the right, all four are of one block.
+template <class Stored, int NUM_THREADS, class Raw, class Convert>
+ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile, const Raw* from,
+                              i64 down, i64 right, const Convert& convert) {
+    constexpr int BATCH = 2;
     // Rows and columns, and their repeats, change places where the plane is stored transposed.
     bool transposed = plane.transposed;
     i64 rows = transposed ? plane.cols : plane.rows, cols = transposed ? plane.rows : plane.cols;
-    i64 row_repeat = transposed ? plane.col_repeat : plane.row_repeat;
+    int repeat = (int)(transposed ? plane.col_repeat : plane.row_repeat);
     i64 col_repeat = transposed ? plane.row_repeat : plane.col_repeat;
-    i64 col = tile.col + threadIdx.x % ACROSS * 4;
+    int across = threads_across(plane.padded_cols), step = NUM_THREADS / across;
+    i64 col = tile.col + threadIdx.x % across * 4;
     if (col >= plane.padded_cols) return;
+    int left = at_most(plane.padded_cols - col, 4), count = at_most(cols - col, 4);
+    // From here on, rows are counted from the tile's first, of blocks and as they are stored.
+    i64 first = tile.row * repeat, block = tile.row * down + col / col_repeat * right;
+    int blocks = (int)(tile.row_end - tile.row);
+    int filled = at_most(rows - first, blocks * repeat);
+    int stored = at_most(plane.padded_rows - first, blocks * repeat);
     auto padding = (i32)plane.padding;
-    for (i64 i = tile.row + threadIdx.x / ACROSS; i < tile.row_end; i += NUM_THREADS / ACROSS) {
-        Entries scales = four_times(padding);
+    auto to = (Stored*)plane.scale_inv + first * plane.padded_cols + col;
+    if (col_repeat > 1) right = 0;
+    for (int i = threadIdx.x / across; i < blocks; i += BATCH * step) {
+        Entries scales[BATCH];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (col + k >= cols || i * row_repeat >= rows) continue;
-            scales.bits[k] = stored_at(i, col_repeat == 1 ? col + k : (col + k) / col_repeat);
+        for (int n = 0; n < BATCH; n++) {
+            int row = i + n * step;
+            scales[n] = four_times(padding);
+            if (row >= blocks || row * repeat >= filled) continue;
+            i64 at = block + row * down;
+            Entries found = load_entries(from + at, right, count);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                if (k < count) scales[n].bits[k] = convert(found.bits[k], at + k * right);
+            }
         }
-        for (i64 r = 0; r < row_repeat; r++) {
-            i64 row = i * row_repeat + r;
-            if (row >= plane.padded_rows) break;
-            store_entries((Stored*)plane.scale_inv + row * plane.padded_cols + col,
-                          row < rows ? scales : four_times(padding), plane.padded_cols - col);
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+            int row = (i + n * step) * repeat, end = row + repeat;
+            if (i + n * step >= blocks) continue;
+            for (; row < end && row < stored; row++)
+                store_entries(to + row * plane.padded_cols,
+                              row < filled ? scales[n] : four_times(padding), left);
         }
     }
 }

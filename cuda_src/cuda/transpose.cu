@@ -6,8 +6,7 @@
 // the two rows side by side.
 //
 // A weight has two planes: codes (number 0) in squares of 128x128 bytes, and scales (number 1),
-// where every row is stored as often as it repeats. The scales' tiles are 128 columns of some rows
-// of blocks.
+// where every row is stored as often as it repeats.
 #include "cuda/planes.h"
 
 using namespace zerocast;
@@ -150,20 +149,18 @@ static ZEROCAST_FN void transpose_nibbles(const TransposeTarget& target, const P
 
 // --- scales ---
 
-// Rows of blocks [tile.row, tile.row_end) of the columnwise plane, 128 columns from tile.col on.
-template <class Stored, class Bits>
+template <class Stored>
 static ZEROCAST_FN void transpose_scales(const TransposeTarget& target, const PlaneTile& tile) {
-    auto from = (const Bits*)target.rowwise.scale_inv;
-    i64 stride = target.rowwise.down();
-    store_scales<Stored, SIDE / 4, SQUARE_THREADS>(
-        target.columnwise, tile, [&](i64 i, i64 j) { return (i32)from[j * stride + i]; });
+    store_scales<Stored, SQUARE_THREADS>(target.columnwise, tile,
+                                         (const Stored*)target.rowwise.scale_inv, 1,
+                                         target.rowwise.down(), [](i32 bits, i64) { return bits; });
 }
 
 static ZEROCAST_FN void scales_of(const TransposeTarget& target, const PlaneTile& tile) {
     if (target.scale_bytes == 1)
-        transpose_scales<u8, u8>(target, tile);
+        transpose_scales<u8>(target, tile);
     else
-        transpose_scales<float, i32>(target, tile);
+        transpose_scales<i32>(target, tile);
 }
 
 template <int BITS>

@@ -227,10 +227,12 @@ def test_draws_of_another_pair(file: str, right: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("col + k >= cols || i", "col + k > cols || i"),
+        ("at_most(cols - col, 4)", "at_most(cols - col + 1, 4)"),
         nightly("left >= 4 &&", "left >= 3 &&"),
-        nightly("row < rows ? scales", "row <= rows ? scales"),
-        nightly("row >= plane.padded_rows", "row + 1 >= plane.padded_rows"),
+        nightly("row < filled ? scales", "row <= filled ? scales"),
+        nightly("row < end && row < stored", "row < end && row + 1 < stored"),
+        nightly("2 * across >= stored_cols", "4 * across >= stored_cols"),
+        nightly("i += BATCH * step", "i += (BATCH + 1) * step"),
     ],
 )
 def test_scales_past_an_edge(right: str, wrong: str) -> None:

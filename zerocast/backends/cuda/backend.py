@@ -169,7 +169,7 @@ class CudaBackend(ReferenceBackend):
         return self._tables.launch(kernel, rows, cuts, fields, operands)
 
     def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
-        stored = "float" if numerics.scale_dtype == torch.float32 else "u8"
+        stored = "i32" if numerics.scale_dtype == torch.float32 else "u8"
         kernel = Kernel("expand_scales", THREADS, (stored,))
         rows = (tables.expand_row(operand, self._address) for operand in operands)
         cuts = Cuts.of(scale_cuts(operand.planes) for operand in operands)
@@ -189,7 +189,7 @@ class CudaBackend(ReferenceBackend):
             columnwise = operand.planes[1]
             if columnwise.scale_inv is None:
                 return (codes,)
-            return scale_cut(1, columnwise.plane.scales, tiling.COPIED_SCALES), codes
+            return scale_cut(1, columnwise.plane.scales), codes
 
         cuts = Cuts.of(map(way_of, operands))
         rows = (tables.transpose_row(numerics, o, self._address) for o in operands)

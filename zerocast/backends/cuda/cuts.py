@@ -161,11 +161,14 @@ def second_grid(shard: TensorOperand) -> BlockGrid | None:
 
 def scale_cuts(planes: Sequence[PlaneBuffers]) -> Way:
     """Say how the stored planes of a weight are cut."""
-    return tuple(scale_cut(i, each.plane.scales, tiling.SCALES) for i, each in enumerate(planes))
+    return tuple(scale_cut(i, each.plane.scales) for i, each in enumerate(planes))
 
 
-def scale_cut(plane: int, layout: ScaleLayout, tile: tuple[int, int]) -> Cut:
+def scale_cut(plane: int, layout: ScaleLayout) -> Cut:
     """Say how a stored plane is cut: by the stored rows of a block."""
-    repeat = layout.col_repeat if layout.transposed else layout.row_repeat
+    down, right = layout.row_repeat, layout.col_repeat
+    repeat, beside = (right, down) if layout.transposed else (down, right)
+    assert beside == 1 or beside % 4 == 0, "a thread takes four stored columns of one block"
     rows, cols = layout.shape
+    tile = tiling.scale_tile(cols, repeat)
     return tiling.plane_tiles, plane, (ceil_div(rows, repeat), cols), tile

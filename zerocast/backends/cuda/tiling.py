@@ -27,9 +27,13 @@ MAX_TILE_BLOCKS = 512
 MAX_COLS = 2**28
 """A thread steps over up to four rows at once, which are fewer than 2^32 bytes."""
 
-SCALES, COPIED_SCALES = (4, 256), (8, 128)
-"""A tile of a stored plane that compute_scale makes, or transpose: rows of blocks, stored
-columns."""
+MOST_SCALE_COLS = 256
+"""The columns of a tile of a stored plane of scales: four of each of at most ``MOST_ACROSS``
+threads."""
+
+TILE_SCALES, TILE_STORED = 1 << 12, 1 << 14
+"""Scales of a tile, and entries that it stores where rows repeat, at most: one row of blocks at
+least. Fewer leave a thread without several loads in flight, more leave processors idle."""
 
 SQUARE = 128, 128
 """A tile that is transposed: bytes along both sides."""
@@ -189,6 +193,14 @@ def plane_tiles(
     (first, end, _, height, width), group, column = _laid_out(rows, [0] * len(rows), down, across)
     row = group * height
     return torch.stack([first, row, torch.minimum(row + height, end), column * width], dim=1)
+
+
+def scale_tile(cols: int, repeat: int) -> tuple[int, int]:
+    """Return the rows of blocks, each stored ``repeat`` times, and the stored columns of a tile of
+    a plane of scales that is stored with ``cols`` columns.
+    """
+    width = min(MOST_SCALE_COLS, 4 << (ceil_div(cols, 4) - 1).bit_length())
+    return max(1, min(TILE_SCALES, TILE_STORED // repeat) // width), width
 
 
 def digest_cut(first: int, nbytes: int) -> Cut:
