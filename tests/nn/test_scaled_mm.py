@@ -8,8 +8,9 @@ documentation defines them, scale by scale.
 import pytest
 import torch
 
-from tests.support.layers import RECIPES, assert_close, to_nearest
-from zerocast.nn import engines, scaled_mm, unswizzle
+from tests.support.layers import RECIPES, assert_close, gradients, to_nearest
+from zerocast.nn import Linear, engines, scaled_mm, unswizzle
+from zerocast.nn.autocast import autocast
 from zerocast.nn.engines import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Kind, Product, engine
 from zerocast.nn.engines import Side as Operand
 from zerocast.nn.scaled_mm import Arguments, gemm
@@ -247,3 +248,63 @@ def test_an_older_torch_lacks_the_block_kinds(monkeypatch):
     assert reason.endswith("has no torch.nn.functional.scaled_mm; 2.10 has")
     operand = side("current", (64, 64))
     assert engine(operand, operand, torch.bfloat16, device).kind is TENSORWISE
+
+
+# --- layers ---
+
+
+def pretend_library(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> list[bool]:
+    """From here on layers on the CPU multiply where those on a GPU of this capability do, by a
+    library that decodes what it is given. Lists of each product whether it was to be summed fast.
+    """
+    asked: list[bool] = []
+    device = pretend(monkeypatch, capability)
+
+    def multiply(
+        kind: Kind,
+        a: Arguments,
+        b: Arguments,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        *,
+        fast_accumulation: bool,
+    ) -> torch.Tensor:
+        asked.append(fast_accumulation)
+        width = 2 if a.codes.dtype == torch.float4_e2m1fn_x2 else 1
+        a, b = (decode(each, each.codes.shape[0], each.codes.shape[1] * width) for each in (a, b))
+        out = a @ b.t()
+        return (out if bias is None else out + bias.double()).to(dtype)
+
+    unavailable = engines._unavailable
+    monkeypatch.setattr(scaled_mm, "multiply", multiply)
+    monkeypatch.setattr(engines, "_unavailable", lambda kind, _: unavailable(kind, device))
+    return asked
+
+
+@pytest.mark.parametrize("shape", [(128, 256, 512), (256, 256, 256), (64, 128, 128)], ids=str)
+@pytest.mark.parametrize("primary", [True, False])
+@every_kind
+def test_a_layer_by_the_library_does_what_it_does_decoded(name, primary, shape, monkeypatch):
+    """Output and gradients, on the oldest device that has the kind: the library reads the operands
+    that a layer keeps for its backward, which lack what the columnwise copy does not need, and of
+    which a block may be as long as the contraction.
+    """
+    recipe, (tokens, cols, rows) = to_nearest(RECIPES[name]), shape
+
+    def results() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        options = {"recipe": recipe} if primary else {}
+        layer = Linear(cols, rows, dtype=torch.bfloat16, **options)
+        x = torch.randn(tokens, cols).bfloat16().requires_grad_()
+        with autocast(recipe=recipe):
+            y = layer(x)
+        # Of y itself a gradient would depend on how y was rounded.
+        y.backward(torch.randn(tokens, rows).bfloat16())
+        return gradients(layer, x, y)
+
+    expected = results()
+    fast = pretend_library(monkeypatch, max(KINDS[name].oldest, (9, 0)))
+    actual = results()
+    assert fast == [True, False, False]  # gradients are not
+    for key, values in expected.items():
+        assert_close(actual[key], values.double(), 1e-2, key)

@@ -125,9 +125,9 @@ def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
         codes = codes.t().contiguous()
     codes = codes.view(_torch_dtype(side.fmt))
     if kind is TENSORWISE:
-        return Arguments(codes, (scale_inv.view(()),), ("TensorWise",))
+        return Arguments(codes, (_by_row(side, scale_inv).view(()),), ("TensorWise",))
     if kind is ROWWISE:
-        scales = scale_inv.expand(side.rows).view(side.rows, 1)
+        scales = _by_row(side, scale_inv).expand(side.rows).view(side.rows, 1)
         return Arguments(codes, (scales.contiguous(),), ("RowWise",))
     if kind is BLOCKWISE:
         # Stored with the blocks along the contraction in one column (1x128: [contraction / 128,
@@ -178,13 +178,26 @@ def _stored(side: Side, storage: QuantizedStorage) -> tuple[torch.Tensor, torch.
     """Return the codes as a matrix and the scales of an operand; raise StaleCopyError if they are
     stale.
     """
-    scale_inv = storage.buffers["rowwise_scale_inv"]
+    buffers = storage.buffers
     if not side.columnwise:
-        return storage.buffers["rowwise_data"].view(side.shape[0], -1), scale_inv
-    codes = "columnwise_data" if "columnwise_data" in storage.buffers else "rowwise_data"
+        return buffers["rowwise_data"].view(side.shape[0], -1), buffers["rowwise_scale_inv"]
+    # What both copies read is stored as rowwise, and all else of a saved operand is columnwise.
+    codes, scale_inv = (
+        f"columnwise_{name}" if f"columnwise_{name}" in buffers else f"rowwise_{name}"
+        for name in ("data", "scale_inv")
+    )
     data = storage.derived(codes)
-    data = data.view(side.shape) if side.stored_transposed else data
-    return data, storage.buffers.get("columnwise_scale_inv", scale_inv)
+    return data.view(side.shape) if side.stored_transposed else data, buffers[scale_inv]
+
+
+def _by_row(side: Side, scale_inv: torch.Tensor) -> torch.Tensor:
+    """[1] or [rows]: the scales of an operand of one block, or of one a row. Of blocks of 128 they
+    stand in a padded plane.
+    """
+    layout = side.plane.scales
+    entries = scale_inv.view(layout.shape)
+    entries = entries.t() if layout.transposed else entries
+    return entries[: layout.rows, : layout.cols].reshape(-1)
 
 
 @cache
