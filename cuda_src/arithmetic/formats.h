@@ -250,6 +250,13 @@ ZEROCAST_FN typename L::Float round_to(typename L::Float x) {
     return L::select(x == x, Rounding<Nominal, L>::of_number(x), constant<L>(NAN_BITS));
 }
 
+// x, and the canonical NaN for every other one: what machines make of infinity times zero, say, and
+// what their conversions make of a NaN, differs in sign and payload.
+template <class L>
+ZEROCAST_FN typename L::Float with_canonical_nan(typename L::Float x) {
+    return round_to<Fp32, L>(x);
+}
+
 // |x|, of a NaN too.
 template <class L>
 ZEROCAST_FN typename L::Float absolute(typename L::Float x) {

@@ -249,12 +249,13 @@ struct RowStatistics {
         rstd = Scalar::divide(1.0f, root);
     }
 
-    // Of the row as it is.
+    // Of the row as it is; every NaN is the canonical one.
     ZEROCAST_FN float plain_mean() const {
         float rounded = mean + mean_low;  // NaN for an infinite mean
-        return Scalar::divide(rounded == rounded ? rounded : mean, power);
+        return with_canonical_nan<Scalar>(
+            Scalar::divide(rounded == rounded ? rounded : mean, power));
     }
-    ZEROCAST_FN float plain_rstd() const { return rstd * power; }
+    ZEROCAST_FN float plain_rstd() const { return with_canonical_nan<Scalar>(rstd * power); }
 };
 
 template <class L>

@@ -278,12 +278,10 @@ ZEROCAST_FN typename L::Float nvfp4_decode_multiplier(typename L::Int stored, fl
     return (decode<E4M3, L>(stored) * L::splat(tensor_amax)) * L::splat(inverse_maxima);
 }
 
-// A decoded element; every NaN is the canonical one, whatever the machine makes of infinity times
-// zero.
+// A decoded element; every NaN is the canonical one.
 template <class L>
 ZEROCAST_FN typename L::Float scaled(typename L::Float value, typename L::Float multiplier) {
-    typename L::Float product = value * multiplier;
-    return L::select(product == product, product, constant<L>(NAN_BITS));
+    return with_canonical_nan<L>(value * multiplier);
 }
 
 }  // namespace ZEROCAST_ISA

@@ -13,7 +13,8 @@ inline namespace ZEROCAST_ISA {
 // --- rounding ---
 
 #ifdef ZEROCAST_CONVERTS
-// A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN.
+// A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN. What is
+// stored in high precision goes through store_some (fused_tile.h).
 template <class Nominal>
 ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
     return q;

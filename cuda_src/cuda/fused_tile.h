@@ -75,12 +75,13 @@ ZEROCAST_FN void set(Fp32& to, float x) { to.value = x; }
 ZEROCAST_FN void set(Bf16& to, float x) { to.bits = (unsigned short)(Scalar::bits(x) >> 16); }
 ZEROCAST_FN void set(Fp16& to, float x) { to.bits = (unsigned short)to_fp16<Scalar>(x); }
 
-// The first `left` of four elements that are rounded to T.
+// The first `left` of four elements that are rounded to T, but for NaNs: round_vec4 leaves those of
+// an instruction.
 template <class T>
 ZEROCAST_FN void store_some(T* to, int left, const Vec4& q) {
     FourInMemory<T> four;
 #pragma unroll
-    for (int j = 0; j < 4; j++) set(four.x[j], q.x[j]);
+    for (int j = 0; j < 4; j++) set(four.x[j], with_canonical_nan<Scalar>(q.x[j]));
     if (left == 4 && (u64)to % sizeof four == 0) {
         *(FourInMemory<T>*)to = four;
         return;

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.cuda_emulation.emulator import Emulator, needs_emulation
+from tests.cuda_emulation.emulator import Emulator, Mistake, needs_emulation
 from tests.support.fused_ops import (
     ELEMENT_WISE,
+    FUNCTIONS,
     NORMS,
     every_bfloat16,
     float64_target,
@@ -206,6 +207,64 @@ def test_a_row_that_is_not_finite(backend, function, special):
 
 
 # --- the same bits ---
+
+OF_INSTRUCTIONS = Mistake(
+    "fused_op",
+    "cuda/conversions.h",
+    "q.x[i] = round_to<Nominal, Scalar>(q.x[i]);",
+    """if (q.x[i] == q.x[i])
+            q.x[i] = round_to<Nominal, Scalar>(q.x[i]);
+        else if (!SAME<Nominal, Fp32>)
+            q.x[i] = Scalar::value(SAME<Nominal, Bf16> ? 0x7FFF0000 : 0x7FFFE000);""",
+)
+"""The NaNs that a device's conversions make, planted: cvt.rn.bf16x2.f32 and cvt.rn.f16.f32 give
+0x7FFF for every one (PTX ISA, "cvt"), and FP32 is not converted."""
+
+CANONICAL = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+
+
+def rows_with_every_nan(function: str, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, S]: of every NaN of BF16, or of FP16 where that is ``dtype``, rows that have it in one
+    place and 1 elsewhere.
+    """
+    as_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    values = torch.arange(65536).to(torch.int16).view(as_dtype)
+    nans = values[values.isnan()]
+    if dtype == torch.float32:  # with each payload, which a conversion might not keep
+        nans = (nans.view(torch.int16).int() << 16).view(torch.float32)
+    cols = 6 if function == "swiglu" else 3
+    x = torch.ones(cols, len(nans), cols, dtype=dtype)
+    for place in range(cols):
+        x[place, :, place] = nans
+    return x.view(-1, cols)
+
+
+@needs_emulation
+@pytest.mark.parametrize("dtype", NOMINALS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_nan_has_one_pattern(function, dtype):
+    """Whatever NaN comes in, the canonical one comes out, in each dtype: on every backend, also
+    where a device's instructions make another one of it.
+    """
+    x = rows_with_every_nan(function, dtype)
+    assert x.isnan().any(dim=1).all()
+    devices = {"instructions": CudaBackend(Emulator(mistake=OF_INSTRUCTIONS))}
+    made = {name: make() for name, make in BACKENDS.items()} | devices
+    for name, backend in made.items():
+        for round_to in NOMINALS:
+            y = run(backend, FusedOp(function), x, round_to)
+            assert y.isnan().any(dim=1).all()
+            expected = CANONICAL[round_to]
+            bits = y.view(torch.int32 if round_to == torch.float32 else torch.int16)
+            found = set(bits[y.isnan()].tolist())
+            assert found == {expected}, f"{name}, {round_to}: {sorted(map(hex, found))}"
+        if function in NORMS:
+            statistics = {"rstd": torch.empty(len(x))}
+            if function == "layernorm":
+                statistics["mean"] = torch.empty(len(x))
+            run(backend, FusedOp(function), x, torch.float32, **statistics)
+            for values in statistics.values():
+                assert set(values.view(torch.int32).tolist()) == {CANONICAL[torch.float32]}, name
 
 
 @needs_emulation

@@ -52,7 +52,7 @@ def rounded_result(target: FusedOperand) -> torch.Tensor:
     result = _norm(target) if target.op.is_norm else _element_wise(target)
     # Rounded once more on the way, to FP32, where that is not the aim.
     values = result.float().to(target.round_to).float()
-    return torch.where(values.isnan(), math.nan, values)
+    return _with_canonical_nan(values)
 
 
 def _element_wise(target: FusedOperand) -> torch.Tensor:
@@ -79,15 +79,31 @@ def _norm(target: FusedOperand) -> torch.Tensor:
         mean = x.mean(dim=1, keepdim=True)
         x = x - mean
         if target.mean is not None:
-            target.mean.copy_(mean.view(-1))
+            target.mean.copy_(_with_canonical_nan(mean.view(-1)))
     rstd = (x.square().mean(dim=1, keepdim=True) + op.eps).rsqrt()
     if target.rstd is not None:
-        target.rstd.copy_(rstd.view(-1))
+        target.rstd.copy_(_with_canonical_nan(rstd.view(-1)))
     x = x * rstd
     if target.weight is not None:
         weight = target.weight.double()
         x = x * (1 + weight if op.zero_centered_gamma else weight)
     return x if target.bias is None else x + target.bias.double()
+
+
+def _with_canonical_nan(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values.isnan(), math.nan, values)
+
+
+def _store(output: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values [M, K], FP32 and rounded, whose NaNs are the canonical one. Which NaN torch's
+    own conversion makes of it depends on the device, and for BF16 on strides.
+    """
+    if output.dtype == torch.bfloat16:  # the upper halves
+        output.view(torch.int16).copy_(values.view(torch.int16)[:, 1::2])
+    elif output.dtype == torch.float16:
+        output.copy_(values).masked_fill_(values.isnan(), math.nan)
+    else:
+        output.copy_(values)
 
 
 # --- the casts of values in memory ---
@@ -106,7 +122,7 @@ def with_casts(
     def launch() -> None:
         values = result(target)
         if target.output is not None:
-            target.output.copy_(values)
+            _store(target.output, values)
         _cast(backend, numerics, target, values)
 
     return launch
