@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zerocast
 from tests.sharded.sharded import (
+    K,
     Unsharded,
     assert_unsharded_casts,
     bank,
@@ -26,7 +28,9 @@ from tests.support.claims import assert_same_tensors
 from tests.support.ranks import on_gloo
 from tests.support.recipes import RECIPES, each
 from zerocast.optim import FusedAdamW
-from zerocast.sharded.placement import to_local
+from zerocast.sharded.all_gather import gather_of
+from zerocast.sharded.master_weight import MasterWeight
+from zerocast.sharded.placement import distributed, to_local
 from zerocast.tensors.cast_steps import CastSteps
 
 ROWS = (48, 37, 5)
@@ -188,6 +192,59 @@ def test_updates_of_some_masters(comm):
     optimizer.register_step_post_hook(lambda *_: to_local(first).value.data.mul_(8))
     step(model, optimizer, 7)
     gathered("a hook that writes")
+
+
+@on_gloo(2)
+def test_masters_that_were_sharded_anew(comm):
+    """Masters that were found with other rows than were cast last, as after a gather that was
+    refused before its cast, are updated as these rows: the latest plan, which is for others,
+    measures none.
+    """
+    model = bank(rows=ROWS)
+    model(batch(comm))
+    reshard(model)
+    found, expected = [], []
+    for p in model.parameters():
+        gather, rows = gather_of(p), torch.full((1 + comm.rank, K), 0.5)
+        assert gather.latest is not None
+        local = MasterWeight(rows, gather)
+        anew = torch.nn.Parameter(distributed(local, p.device_mesh, p.placements[0], p.shape))
+        gather.find(anew)
+        plain = torch.nn.Parameter(rows.clone())
+        plain.grad = torch.ones_like(rows)
+        anew.grad = distributed(plain.grad, p.device_mesh, p.placements[0], p.shape)
+        found.append(anew)
+        expected.append(plain)
+    for parameters in (found, expected):
+        fused(parameters).step()
+    assert_same_tensors(
+        {i: to_local(p).value.detach() for i, p in enumerate(found)},
+        {i: p.detach() for i, p in enumerate(expected)},
+    )
+
+
+@on_gloo(2)
+@pytest.mark.parametrize("way", ["offload", "foreach", "compiled"])
+def test_ways_around_the_step(comm, way):
+    """What is gathered is the cast of the masters, also where FSDP2 offloads them to the CPU, where
+    torch's foreach functions write between the update and the cast, and where the loss and the step
+    are compiled.
+    """
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if way == "offload" else {}
+    model = bank(rows=ROWS, **options)
+    optimizer = fused(model.parameters())
+    update = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+    for number in range(4):
+        model(batch(comm)).float().square().mean().backward()
+        reshard(model)
+        feed(model.parameters(), number)
+        update()
+        if way == "foreach":
+            with torch.no_grad():
+                torch._foreach_mul_(list(model.parameters()), 3.0)
+        optimizer.zero_grad()
+        assert_unsharded_casts(model, when=f"{way}, step {number}")
+        reshard(model)
 
 
 @on_gloo(2)
