@@ -97,6 +97,11 @@ class PlaneScales {
                     i64 row = (b + c) * plane_.col_repeat;
                     i64 row_end = min_of(row + plane_.col_repeat, plane_.cols);
                     for (; row < row_end; row++) {
+                        if (plane_.row_repeat == 1) {  // or each entry would be a call of memset
+                            Stored* to = entries + row * stride + i;
+                            for (i64 r = 0; r < n; r++) to[r] = made[r][c];
+                            continue;
+                        }
                         for (i64 r = 0; r < n; r++) {
                             i64 col = (i + r) * plane_.row_repeat;
                             i64 col_end = min_of(col + plane_.row_repeat, plane_.rows);
