@@ -40,6 +40,25 @@ def test_unequal_parts_are_one_call_under_nccl(comm, monkeypatch):
     assert calls == [[part.data_ptr() for part in buffer.split(counts)]]
 
 
+@on_gloo(MPI_RANKS)
+def test_maxima_of_a_few_numbers_take_no_collective_of_their_own(comm, monkeypatch):
+    """Eight of them travel with what ranks call; nine are reduced, and so are sums."""
+    reduced = []
+    all_reduce = dist.all_reduce
+
+    def counted(flat, *args, **kwargs):
+        reduced.append(len(flat))
+        return all_reduce(flat, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    for numel in (1, 8, 9):
+        numbers = torch.arange(numel, dtype=torch.int32) * (1 - 2 * comm.rank)
+        comm.all_reduce_max_(numbers)
+        assert numbers.tolist() == list(range(numel))
+    comm.all_reduce_sum_(torch.ones(2))
+    assert reduced == [9, 2]
+
+
 @on_gloo(2)
 def test_a_collective_that_ends_just_behind_a_slice_of_waiting_has_ended(comm):
     """gloo says that time is up, and by the time it is asked the collective is over: its own end

@@ -164,9 +164,10 @@ def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) 
     mine = votes if error is None else [_ERROR_VOTE] * len(votes)
     ballot = torch.tensor(mine, dtype=torch.int32, device="cpu")
     comm.all_reduce_max_(ballot)
-    if int(ballot[0]) == _ERROR_VOTE:
+    highest: list[int] = ballot.tolist()
+    if highest[0] == _ERROR_VOTE:
         raise _common_error(comm, error) from error
-    return ballot.tolist()
+    return highest
 
 
 def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastError:

@@ -13,6 +13,7 @@ operations each.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import reprlib
 import threading
@@ -164,9 +165,15 @@ class InProcessCommunicator(Communicator):
     def _reduce(
         self, signature: _Signature, flat: torch.Tensor, combine: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Reduce the ranks' tensors by ``combine`` in rank order, each rank a range of the
-        elements.
+        """Reduce the ranks' tensors by ``combine`` in rank order: the last rank to come those of
+        one grain, in a single rendezvous, and of more each rank a range of the elements.
         """
+        if flat.numel() * self.size <= _GRAIN:
+
+            def begin(tensors: list[torch.Tensor]) -> torch.Tensor:
+                return functools.reduce(combine, tensors[1:], tensors[0].clone())
+
+            return self._rendezvous(_Call(signature, flat), begin)
         grain = max(_GRAIN, -(-flat.numel() // self.size))
         mine = slice(self.rank * grain, (self.rank + 1) * grain)
 

@@ -64,9 +64,8 @@ class ProcessCommunicator(Communicator):
         flat = buffers.reduce_operand(what, buffer)
         if self._is_sent(flat):
             with self._reached(flat) as reached:
-                text = f"{what} on {reached.dtype} [{reached.numel()}]"
                 begin = lambda: self._begin_all_reduce(what, reached)  # noqa: E731
-                self._start(text, begin, reached, reduces=True)()
+                self._start(text_of_reduction(what, reached), begin, reached, reduces=True)()
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
@@ -123,3 +122,8 @@ class ProcessCommunicator(Communicator):
 
     def _is_sent(self, flat: torch.Tensor) -> bool:
         return flat.numel() > 0 or not self._skips_empty
+
+
+def text_of_reduction(what: str, flat: torch.Tensor) -> str:
+    """What ranks compare of an all-reduce."""
+    return f"{what} on {flat.dtype} [{flat.numel()}]"

@@ -2,9 +2,10 @@
 
 gloo waits as long as its group's timeout says, in C++, where no interrupt reaches it, and ends the
 process where two ranks' tensors differ in length. So a rank waits in slices of time, and between
-these reads what others have told. Before each collective 96 bytes a rank are gathered: what each
-calls, and its number in the order of calls. Ranks tell that they give up, or what they raised, in
-the group's store.
+these reads what others have told. Before each collective every rank sends each other 128 bytes:
+what it calls, and its number in the order of calls. A maximum of a few numbers travels in the last
+of these bytes and takes no further collective: so do all answers by which ranks agree. Ranks tell
+that they give up, or what they raised, in the group's store.
 
 NCCL has its own watchdog, which ends the process after the group's timeout. Its collectives, in
 which the host takes no part, are not watched here; an error of torch's becomes
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import struct
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,9 @@ from zerocast.comm.peers import HEADER, Begin, Call, Peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
+
+MAXIMA = 8
+"""The most numbers whose maxima travel with what ranks call."""
 
 _SLICE = timedelta(seconds=0.2)
 _FLAG = "anybody"
@@ -52,7 +57,16 @@ class TorchPeers(Peers):
             _of_groups[group] = cls(group)
         return _of_groups[group]
 
-    def start(self, call: str, begin: Begin, memory: Any, timeout: float, *, is_gloo: bool) -> Wait:
+    def start(
+        self,
+        call: str,
+        begin: Begin,
+        memory: Any,
+        timeout: float,
+        *,
+        is_gloo: bool,
+        maxima: torch.Tensor | None = None,
+    ) -> Wait:
         """Begin a collective; return what waits for it.
 
         Args:
@@ -61,6 +75,7 @@ class TorchPeers(Peers):
             memory: the buffers that torch reads and writes until it is over.
             timeout: seconds to wait for others.
             is_gloo: whether gloo does it.
+            maxima: int32 on the CPU, at most :data:`MAXIMA`, that become the largest of all ranks.
 
         Raises:
             ZerocastError: where the group has failed before, another rank calls something else, or
@@ -72,7 +87,7 @@ class TorchPeers(Peers):
         self._count = made.count
         with self._failing(made, memory):
             if looks:
-                self._compare(made)
+                self._compare(made, maxima)
             made.requests += begin()
 
         def wait(memory: Any = memory) -> None:  # alive as long as the backend uses it
@@ -85,13 +100,22 @@ class TorchPeers(Peers):
 
         return wait
 
-    def _compare(self, made: Call) -> None:
-        """Gather what all ranks call, and raise where that differs."""
-        headers = torch.empty(self._size * HEADER, dtype=torch.uint8, device="cpu")
-        own = torch.frombuffer(bytearray(made.header), dtype=torch.uint8)
-        self._until(made, all_gather(headers, own, group=self._group(), async_op=True))
-        for rank, theirs in enumerate(headers.split(HEADER)):
-            self._check_header(made, theirs.numpy().tobytes(), rank)
+    def _compare(self, made: Call, maxima: torch.Tensor | None) -> None:
+        """Hear what all ranks call, and raise where that differs; take their ``maxima``."""
+        numbers = [] if maxima is None else maxima.tolist()
+        own = bytearray(made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(4 * MAXIMA))
+        sent = torch.frombuffer(own * self._size, dtype=torch.uint8)
+        everyone = bytearray(len(sent))
+        into = torch.frombuffer(everyone, dtype=torch.uint8)
+        # gloo gathers in a ring, whose ranks wait for one message after the other.
+        self._until(made, dist.all_to_all_single(into, sent, group=self._group(), async_op=True))
+        by_rank = [everyone[i : i + len(own)] for i in range(0, len(everyone), len(own))]
+        for rank, theirs in enumerate(by_rank):
+            self._check_header(made, theirs[:HEADER], rank)
+        if maxima is not None:
+            given = (struct.unpack_from(f"{len(numbers)}i", theirs, HEADER) for theirs in by_rank)
+            largest = [max(of_ranks) for of_ranks in zip(*given, strict=True)]
+            maxima.copy_(torch.tensor(largest, dtype=torch.int32, device="cpu"))
 
     def _until(self, made: Call, work: Work) -> None:
         """Wait for a collective of gloo; raise if it cannot be expected to end."""
