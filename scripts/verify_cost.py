@@ -13,9 +13,10 @@ lie as they travel, nothing is copied, and all is read from memory, as by the co
 Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
 which is less than any transport between machines does.
 
-Each gather allocates its staging buffer. Whether the allocator gives those pages back in between is
-chance, differs between plans of one run, and is up to a tenth of a step on either side. With
-MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 it does not.
+Ranks that are threads allocate the result of a gather anew, and whether the allocator gives those
+pages back in between is chance, differs between plans of one run, and is some hundredths of a step.
+With MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 it does
+not.
 """
 
 from __future__ import annotations

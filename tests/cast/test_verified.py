@@ -454,6 +454,28 @@ def test_what_is_copied_is_read_on_the_way(
 # --- what it costs, and what it refuses ---
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@on_ranks("in_process", 2)
+def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:
+    """Of all planes and steps, whether in inference mode or not. One that is in use, or was left by
+    an error, is not used by another gather.
+    """
+    each = Weights(comm, recipe, verify="hash")
+    with torch.inference_mode():
+        each.step()
+    gathers = each.plan._gathers
+    (spare,) = gathers[0]._spare
+    for _ in range(2):
+        each.step()
+        assert [kept.data_ptr() for kept in gathers[-1]._spare] == [spare.data_ptr()]
+    end = gathers[0].start()
+    assert gathers[0]._spare == []
+    each.step()
+    assert gathers[0]._spare[0].data_ptr() != spare.data_ptr()
+    end()
+    assert len(gathers[0]._spare) == 1
+
+
 @on_ranks("in_process", 2)
 def test_who_does_not_verify_takes_no_digest(comm: Communicator) -> None:
     """Codes that are staged are stored without reading them once more."""

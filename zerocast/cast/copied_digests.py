@@ -38,7 +38,8 @@ class CopiedDigests:
             else (copy.codes.data_ptr() - copy.first, copy.first, copy.first + len(copy.codes))
             for copy in copies
         ]
-        self.sums = torch.zeros(len(copies), dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):
+            self.sums = torch.zeros(len(copies), dtype=torch.int64, device="cpu")
         self._launch = prepare(self.sums)
 
     def __call__(self, buffer: torch.Tensor) -> None:
@@ -67,16 +68,15 @@ class HeldDigests:
             self._addresses = addresses
         self._sums.zero_()
         self._launch()
-        self._numbers.zero_()
-        parts = [self._sums.cpu(), *(each.sums for each in self._copied)]
-        self._numbers.index_add_(0, self._places, torch.cat(parts))
-        return self._numbers[:-1]
+        parts = torch.cat([self._sums.cpu(), *self._copied_sums])
+        self._all_numbers.zero_().index_add_(0, self._places, parts)
+        return self._numbers
 
     def _prepare(self, tensors: Sequence[torch.Tensor], copied: Sequence[CopiedDigests]) -> None:
         """Find what is left to be read beside what is ``copied``."""
         flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
         place_of = {tensor.data_ptr(): i for i, tensor in enumerate(flat) if len(tensor)}
-        self._copied = list(copied)
+        self._copied, self._copied_sums = list(copied), [each.sums for each in copied]
         of_copied = [
             [None if each is None else place_of.get(each[0]) for each in launch.ranges]
             for launch in copied
@@ -96,7 +96,8 @@ class HeldDigests:
         all_places = [at for at, _ in left] + copied_to
         with torch.inference_mode(False):
             self._places = torch.tensor(all_places, dtype=torch.int64, device="cpu")
-            self._numbers = torch.zeros(len(flat) + 1, dtype=torch.int64, device="cpu")
+            self._all_numbers = torch.zeros(len(flat) + 1, dtype=torch.int64, device="cpu")
+            self._numbers = self._all_numbers[:-1]
             self._sums = torch.zeros(len(left), dtype=torch.int64, device=flat[0].device)
         self._launch = backend_for(flat[0].device).digest([each for _, each in left], self._sums)
 

@@ -96,7 +96,8 @@ class Verification:
         self._mode, self._weights, self._masters = mode, weights, masters
         self._tp_comms = list(tp_comms)
         self._comms = [*weights, *self._tp_comms]
-        self._digests = {comm: HeldDigests() for comm in weights}
+        # By whether a gather has taken some on its way: who also calls verify() has both prepared.
+        self._digests = {comm: (HeldDigests(), HeldDigests()) for comm in weights}
         # What is compared, while no buffer of any weight is another tensor.
         self._version, self._tensors = -1, dict[Communicator, list[torch.Tensor]]()
 
@@ -141,7 +142,8 @@ class Verification:
             }
             self._version = version
         tensors = self._tensors[comm]
-        return self._digests[comm].of(tensors, copied) if tensors else _NO_NUMBERS
+        digests = self._digests[comm][bool(copied)]
+        return digests.of(tensors, copied) if tensors else _NO_NUMBERS
 
     def _explain(self, step: int, numbers: Mapping[Communicator, torch.Tensor]) -> None:
         """Raise what differs between ranks."""
