@@ -15,8 +15,8 @@ as medians,
 Each is a row of its own (bench_rows.py), written to OUTPUT.jsonl as soon as it is found; OUTPUT.md
 is the page of all rows that are there. With --transformer-engine CHECKOUT it also compiles that
 project's own kernels out of a checkout, or links what is built there, and runs them on the same
-tensors (bench_transformer_engine.py). Two ways need no GPU: --host, plans of 224 and 5,000 weights
-whose launches do nothing; and --rehearse, a few rows of small weights on the tests' emulation.
+tensors (bench_transformer_engine.py). Two ways need no GPU: --host, the host's time alone
+(bench_host.py); and --rehearse, a few rows of small weights on the tests' emulation.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import os
 import platform
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -45,21 +44,21 @@ from bench_frame import (
     RankSteps,
     Shape,
     Work,
-    cpu_clock,
     device_clock,
     host_clock,
     medians,
     prepare,
     rank_0,
+    run_all,
 )
+from bench_host import PLANS, host_seconds, host_time, without_device
 from bench_others import PLAIN, TORCHAO, torchao_casts
 from bench_rows import Result, Rows, supervise
-from cuda_report import host_lines, host_part_lines, markdown
+from cuda_report import markdown
 
 import zerocast
 from zerocast.backends import backend_for
 from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, Launcher
-from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
 from zerocast.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
@@ -74,16 +73,6 @@ RECIPES: dict[str, Recipe] = {
         fp4_quant_fwd_weight=zerocast.QParams(fp4_2d_quantization=True, stochastic_rounding=True)
     ),
 }
-PLANS = (224, 5000)
-"""Weights of the plans whose host time is taken."""
-
-ZERO_PARTS = {
-    "cast": ("partial_amax", "reduce_amax", "compute_scale", "partial_cast", "store_plain"),
-    "all_gather": ("all_gather_scales", "all_gather"),
-    "post-processing": ("post_all_gather_processing",),
-}
-"""The phases of a ZeroOptimizer's step that make the weights from the masters."""
-
 PARTS = ("speed", "others")
 """Of the benchmark, beside the comparison with TransformerEngine."""
 
@@ -146,11 +135,6 @@ def emulation() -> Machine:
     return Machine(CudaBackend(Emulator()), "cpu", host_clock, lambda: None, sets, 1 << 17, 1)
 
 
-def host_seconds(work: Work, rounds: int, before: Work = lambda: None) -> float:
-    """Return the median time until ``work`` returns, while nothing waits for the GPU."""
-    return medians({"work": work}, rounds, host_clock, before, warm_up=5)["work"]
-
-
 class Uploads:
     """A launcher that counts the bytes of the tables that pass through it to another."""
 
@@ -198,12 +182,6 @@ def one_by_one(backend: CudaBackend, recipe: Recipe, work: RankSteps) -> Work:
         )
     ]
     return lambda: run_all(launches)
-
-
-def run_all(launches: Iterable[Work]) -> None:
-    """Run them one after the other."""
-    for launch in launches:
-        launch()
 
 
 def probe(machine: Machine, rounds: int) -> Result:
@@ -299,127 +277,6 @@ def compare(
     clock = machine.seconds(rounds, flushing=True)
     row = {"set": name, "recipe": recipe, "world_size": world_size}
     return row | bench_transformer_engine.compare(driver, recipe, work, capability, clock)
-
-
-class NoLauncher:
-    """A launcher of nothing on CPU tensors: what is left is the host's own time."""
-
-    device = torch.device("cpu")
-    max_grid = 2**31 - 1
-    capturing = False
-
-    def __init__(self) -> None:
-        self.launches = 0
-
-    def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the table itself, which nothing reads."""
-        return table
-
-    def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def prepare(self, kernel: Kernel) -> int:
-        """Return no handle."""
-        return 0
-
-    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
-        """Count the launch."""
-        self.launches += 1
-
-
-def plan_of(
-    kind: type[zerocast.CastPlan],
-    recipes: Sequence[Recipe],
-    device: torch.device,
-    *,
-    in_place: bool = False,
-) -> zerocast.CastPlan:
-    """Plan weights [16, 16] of one rank, laid together for a flat plan; in place, codes lie end to
-    end.
-    """
-    models = [zerocast.empty((16, 16), recipe, device=device) for recipe in recipes]
-    sizes = [model.rowwise_data.numel() for model in models]
-    if kind is FlatPlan:
-        lay_together(model.quantized_storage for model in models)
-    if in_place:
-        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        places = list(flat.split(sizes))
-    else:
-        places = allocate_together(sizes, torch.uint8, device)
-    if kind is FlatPlan or in_place:
-        for model, codes in zip(models, places, strict=True):
-            zerocast.replace_raw_data(model, codes)
-    masters = torch.zeros(len(models) * 256, device=device)
-    return kind(models, masters.split(256), [0] * len(models))
-
-
-def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
-    """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, of a flat plan and of
-    one whose tensors are its caller's, and its launches, memsets left out.
-    """
-    device = backend.launcher.device
-    wait = (torch.cuda.synchronize,) if device.type == "cuda" else ()
-    with zerocast.use_backend(backend):
-        recipes = [RECIPES["fp8" if i % 4 == 0 else "nvfp4"] for i in range(weights)]
-        few = max(rounds // 20, 1)
-        looking = host_seconds(plan_of(zerocast.CastPlan, recipes, device).cast, few, *wait)
-        plan = plan_of(FlatPlan, recipes, device)
-        seconds = host_seconds(plan.cast, rounds, *wait)
-        before = backend.launcher.launches
-        plan.cast()
-        launches = backend.launcher.launches - before
-    return {"weights": weights, "seconds": seconds, "looking": looking, "launches": launches}
-
-
-def host_parts(weights: int, rounds: int) -> Result:
-    """Measure the CPU seconds of every call of a step of NVFP4 weights, whose launches do nothing:
-    of flat plans, of plans whose tensors are their caller's, and of making one of these; then what
-    a ZeroOptimizer pays.
-    """
-    found: Result = {"weights": weights}
-
-    def seconds(work: Work) -> float:
-        return medians({"work": work}, rounds, cpu_clock, warm_up=3)["work"]
-
-    recipes, device = [RECIPES["nvfp4"]] * weights, torch.device("cpu")
-    with zerocast.use_backend(CudaBackend(NoLauncher())):
-        for kind, suffix in ((zerocast.CastPlan, ", a caller's tensors"), (FlatPlan, "")):
-            for in_place in (False, True):
-                plan = plan_of(kind, recipes, device, in_place=in_place)
-                gather = "in place" if in_place else "staged"
-                found |= {
-                    f"cast{suffix}": seconds(plan.cast),
-                    f"post-processing{suffix}": seconds(plan.post_all_gather_processing),
-                    f"all_gather, {gather}{suffix}": seconds(plan.all_gather),
-                }
-        models = [zerocast.empty((16, 16), recipe) for recipe in recipes]
-        masters = [torch.zeros(256) for _ in recipes]
-        start = time.process_time()
-        zerocast.CastPlan(models, masters, [0] * weights)
-        found["plan"] = time.process_time() - start
-        parts = zero_parts(weights)
-        found |= {f"ZeroOptimizer, {name}": seconds(work) for name, work in parts.items()}
-    return found
-
-
-def zero_parts(weights: int) -> dict[str, Work]:
-    """Return by name the parts of a step of a ZeroOptimizer of NVFP4 weights [16, 16], one rank."""
-    params = [
-        (f"{i}", torch.nn.Parameter(zerocast.empty((16, 16), RECIPES["nvfp4"])))
-        for i in range(weights)
-    ]
-    optimizer = zerocast.optim.ZeroOptimizer(
-        params, torch.optim.SGD, zerocast.comm.SingleRank(), lr=0.1
-    )
-    gradient = torch.zeros(16, 16, dtype=torch.bfloat16)
-    for _, param in params:
-        param.grad = gradient
-    optimizer.step()
-    phases = optimizer.phases
-    parts: dict[str, Work] = {}
-    for part, names in ZERO_PARTS.items():
-        parts[part] = partial(run_all, [phases[name] for name in names])
-    return parts | {"whole step, with gradients and torch's optimizer": optimizer.step}
 
 
 def works(machine: Machine, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
@@ -519,10 +376,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.host:
-        stubbed = CudaBackend(NoLauncher())
-        print("Launches that do nothing:")
-        print(*host_lines([host_time(stubbed, n, 20 * options.rounds) for n in PLANS]), sep="\n")
-        print(*host_part_lines([host_parts(n, options.rounds) for n in PLANS]), sep="\n")
+        print(*without_device(options.rounds), sep="\n")
         return 0
     if not (options.rehearse or torch.cuda.is_available()):
         print("bench_cuda.py needs a CUDA device; --host measures what can be measured without.")

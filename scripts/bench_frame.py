@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -80,6 +80,12 @@ class RankSteps:
         """Those that a cast runs: amax and cast, or the one pass in their place."""
         left_out = {"transpose", *(("amax", "cast") if "one pass" in self.steps else ())}
         return [launch for step, launch in self.steps.items() if step not in left_out]
+
+
+def run_all(launches: Iterable[Work]) -> None:
+    """Run them one after the other."""
+    for launch in launches:
+        launch()
 
 
 def prepare(

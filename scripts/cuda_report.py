@@ -10,17 +10,7 @@ GOALS = {"amax": 0.90, "cast": 0.85, "transpose": 0.80}
 """Shares of the bound to be reached on an H200, Llama set, 1 rank."""
 
 HOST_GOAL = 150e-6
-PART_GOALS = {
-    "cast": 10e-6,
-    "all_gather, in place": 20e-6,
-    "all_gather, staged": 60e-6,
-    "post-processing": 20e-6,
-    "plan": 1.0,
-    "ZeroOptimizer, cast": 10e-6,
-    "ZeroOptimizer, all_gather": 20e-6,
-    "ZeroOptimizer, post-processing": 20e-6,
-}
-"""CPU seconds for 5,000 weights, one rank, launches that do nothing, in a few allocations."""
+"""Seconds of ``plan.cast()`` until it returns."""
 
 LAUNCHES = 4
 """Of one cast, for each recipe, its memset included."""
@@ -140,24 +130,6 @@ def host_lines(rows: list[dict]) -> list[str]:
             f"{row['seconds'] * 1e6:.0f} us of the host, {HOST_GOAL * 1e6:.0f} {in_time} "
             f"({row['looking'] * 1e6:.0f} where the tensors are a caller's); "
             f"{launches:.0f} launches a recipe with the memset, {LAUNCHES} {as_few}"
-        )
-    return lines
-
-
-def host_part_lines(rows: list[dict]) -> list[str]:
-    """CPU time of every call of a step, by numbers of weights, whether the goals for the largest
-    number were met, and how much longer that takes than the smallest.
-    """
-    first, last = rows[0], rows[-1]
-    lines = []
-    for part in sorted(first.keys() - {"weights"}):
-        times = ", ".join(f"{row[part] * 1e6:.0f} us for {row['weights']}" for row in rows)
-        goal = PART_GOALS.get(part)
-        verdict = ""
-        if goal is not None:
-            verdict = f", {goal * 1e6:.0f} {'met' if last[part] <= goal else 'MISSED'}"
-        lines.append(
-            f"- {part}: {times} weights{verdict}; {last[part] / first[part]:.1f} times as long"
         )
     return lines
 
