@@ -19,7 +19,7 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
-    ("arguments",),
+    ("arguments", "untraced"),
     ("formats",),
     ("layout",),
     ("numerics",),

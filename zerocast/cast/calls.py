@@ -24,9 +24,10 @@ from zerocast.comm import Attempt, Communicator, Group, as_communicator
 from zerocast.errors import InputError
 from zerocast.numerics import NVFP4Numerics
 from zerocast.tensors import QuantizedTensor, rebuild_derived
+from zerocast.untraced import untraced
 
 
-@torch._disable_dynamo  # as the steps of a plan
+@untraced
 def quantize_master_weights(
     model_weights: Sequence[torch.Tensor],
     master_weights: Sequence[torch.Tensor | None],
@@ -135,7 +136,7 @@ def cast_master_weights_to_fp8(
     )  # fmt: skip
 
 
-@torch._disable_dynamo  # as the steps of a plan
+@untraced
 def post_all_gather_processing(model_weights: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Rebuild what is derived from gathered codes: columnwise codes and scales, padding included.
 

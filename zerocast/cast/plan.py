@@ -35,12 +35,9 @@ from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor
+from zerocast.untraced import untraced
 
-_untraced = torch._disable_dynamo
-"""A step that is compiled runs these as they are: they read addresses and launch kernels, which
-torch.compile cannot trace."""
-
-_run_untraced = _untraced(lambda step: step())
+_run_untraced = untraced(lambda step: step())
 
 
 class CastPlan:
@@ -174,7 +171,7 @@ class CastPlan:
             steps["reduce_candidates"] = self._reduce_candidates
         return steps | {"compute_scale": self._compute_scale, "partial_cast": self._partial_cast}
 
-    @_untraced
+    @untraced
     def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
         """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and
         this rank's codes.
@@ -209,7 +206,7 @@ class CastPlan:
         with self._prepared.released(anew=anew):
             self.cast(master_weights)
 
-    @_untraced
+    @untraced
     def all_gather(self) -> None:
         """Bring every rank's codes to every rank, right for every partition, and rebuild the
         derived copies. Then compare, with ``verify``: :class:`VerificationError` on every rank,
@@ -227,20 +224,20 @@ class CastPlan:
             self._version.mark_rebuilt()
             self._verification.check(self.step, self._gathers)
 
-    @_untraced
+    @untraced
     def verify(self) -> None:
         """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves."""
         with announcing(self._comms):
             self._verification.check(self.step)
 
-    @_untraced
+    @untraced
     def all_gather_scales(self) -> None:
         """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
         with announcing(self._comms):
             self._prepared.start_scales()()
             self._version.has_scales = True
 
-    @_untraced
+    @untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
         self._prepared.rebuild_copies()
@@ -266,7 +263,7 @@ class CastPlan:
             self._prepared.rebind(as_tensors(master_weights))
         raise_in_all(self._comms, attempt.error)
 
-    @_untraced
+    @untraced
     def update_masters(
         self, updates: Sequence[AdamWUpdate], lent: Sequence[torch.Tensor | None] | None = None
     ) -> list[AdamWUpdate]:

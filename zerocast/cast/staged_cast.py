@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from zerocast.cast.plan import CastPlan
+from zerocast.untraced import untraced
 
 
 class StagedCast:
@@ -28,7 +27,7 @@ class StagedCast:
         self.plan, self._last = plan, len(stages) - 1
         plan._prepared.divide(stages)
 
-    @torch._disable_dynamo
+    @untraced
     def cast(self, stage: int) -> None:
         """Write this rank's codes of one stage, in order. Its weights may be gathered from then
         on.

@@ -30,6 +30,7 @@ from zerocast.numerics import AdamWNumbers, AdamWUpdate
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.sharded.updates import update_masters
+from zerocast.untraced import untraced
 
 _FULFILLED: dict[str, tuple[object, ...]] = {
     "foreach": (None, False), "capturable": (False,), "differentiable": (False,),
@@ -113,7 +114,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if "step" in kept:
                 kept["step"] = torch.as_tensor(kept["step"], dtype=torch.float32, device="cpu")
 
-    @torch._disable_dynamo  # it reads addresses
+    @untraced  # it reads addresses
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of the parameters that have a gradient. ``closure`` recomputes the loss

@@ -58,6 +58,7 @@ from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import BUCKET_SIZE, ShardedWeights
 from zerocast.optim.weights import check_same_optimizer, collect_weights
+from zerocast.untraced import untraced
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -209,7 +210,7 @@ class ZeroOptimizer(ShardedOptimizer):
             **self._publication.phases(),
         }
 
-    @torch._disable_dynamo  # collectives and casts read addresses; compile the inner step instead
+    @untraced  # collectives and casts read addresses; compile the inner step instead
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, number: int | None = None) -> Any:
