@@ -21,14 +21,19 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, counted_by_torch
 
-Lie = tuple[list[int], list[int], list[bool], list[torch.dtype]]
-"""Addresses, numbers of elements, contiguity and dtypes of tensors."""
+Lie = list[int] | tuple[list[int], list[int], list[bool], list[torch.dtype]]
+"""Addresses of tensors; or these, and numbers of elements, contiguity and dtypes."""
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where the elements of ``tensors`` begin now; unequal where one of them has moved."""
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def lie_of(tensors: Sequence[torch.Tensor]) -> Lie:
     """How ``tensors`` lie in memory now; unequal where one of them has moved or changed."""
     return (
-        list(map(torch.Tensor.data_ptr, tensors)),
+        addresses_of(tensors),
         list(map(torch.Tensor.numel, tensors)),
         list(map(torch.Tensor.is_contiguous, tensors)),
         [tensor.dtype for tensor in tensors],
@@ -83,7 +88,7 @@ class Addresses:
         codes = [buffer for storage in self._storages for buffer in storage.codes]
         self.written = [] if self._is_flat else counted_by_torch([*self._weights, *codes])
         self._seen = one_of_each_storage(self._buffers) if self._is_flat else self._buffers
-        self._pointers = list(map(torch.Tensor.data_ptr, self._seen))
+        self._pointers = addresses_of(self._seen)
         self._ranges = _Ranges(self._specs)
 
     @property
@@ -110,7 +115,7 @@ class Addresses:
                 return True
             self._move = self._latest_move
         # Sizes are left out: whoever changes one keeps the memory or moves it.
-        return list(map(torch.Tensor.data_ptr, self._seen)) != self._pointers
+        return addresses_of(self._seen) != self._pointers
 
     def hold_other_copies(self) -> bool:
         """Whether a weight has dropped or taken on copies that a plan's casts depend on."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.cast.addresses import one_of_each_storage
+from zerocast.cast.addresses import addresses_of, one_of_each_storage
 from zerocast.cast.consistency import raise_in_all
 from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.shard_spec import ShardSpec
@@ -242,7 +242,7 @@ class CodeGather:
         """Forget what was prepared for codes that have moved since."""
         if self._version != QuantizedStorage.buffers_version:
             self.look()
-        addresses = list(map(torch.Tensor.data_ptr, self._seen))
+        addresses = addresses_of(self._seen)
         if addresses != self._addresses:
             self._addresses, self._is_decided = addresses, False
             self._in_place = self._stage = self._store = None

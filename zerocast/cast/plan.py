@@ -215,11 +215,12 @@ class CastPlan:
         check_capture(self._device, self._members)
         require_codes(self._comms, self._gathers if self._lacks_codes else ())
         with announcing(self._comms):
-            with self._version.writing("all-gather"):
-                for gather in self._gathers:
-                    gather.start()()
-                self._prepared.start_scales()()
-                self._version.has_scales = True
+            self.begin_writing("all-gather")
+            for gather in self._gathers:
+                gather.start()()
+            self._prepared.start_scales()()
+            self._version.has_scales = True
+            self.end_writing("all-gather")
             self._prepared.rebuild_copies()
             self._version.mark_rebuilt()
             self._verification.check(self.step, self._gathers)

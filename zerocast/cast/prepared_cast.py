@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerocast.backends import backend_for
-from zerocast.cast.addresses import Addresses, lie_of, one_of_each_storage
+from zerocast.cast.addresses import Addresses, Lie, addresses_of, lie_of, one_of_each_storage
 from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
@@ -146,7 +146,11 @@ class PreparedCast:
         self.masters.bind(self._matrices.masters(self.bound))
         held = [master for master in self.bound if master is not None]
         self._seen = one_of_each_storage(held) if self._is_flat else held
-        self._lie = lie_of(self._seen)
+        self._lie = self._lie_now()
+
+    def _lie_now(self) -> Lie:
+        """How the masters lie. Of a flat plan's aliases, memory alone can change."""
+        return addresses_of(self._seen) if self._is_flat else lie_of(self._seen)
 
     @contextmanager
     def released(self, *, anew: bool) -> Iterator[None]:
@@ -272,7 +276,7 @@ class PreparedCast:
     def _follow(self) -> None:
         """Prepare again where a weight has moved, and bind the masters where one has."""
         self.follow_moves()
-        if self._lie != lie_of(self._seen):
+        if self._lie != self._lie_now():
             self.rebind(self.bound)
 
     def _begin(self, version: CastVersion) -> None:
@@ -292,7 +296,7 @@ class PreparedCast:
         memory = [StorageWeakRef(master.untyped_storage()) for master in self._seen]
         bindings = self.masters.version if self._is_flat else 0
         writes = [master._version for master in self._seen]
-        return self.steps, memory, lie_of(self._seen), writes, bindings
+        return self.steps, memory, self._lie_now(), writes, bindings
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:

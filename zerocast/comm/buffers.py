@@ -58,6 +58,11 @@ def as_bytes(what: str, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
+    _check_memory(what, buffer)
+    return buffer.detach().view(-1)
+
+
+def _check_memory(what: str, buffer: torch.Tensor) -> None:
     if not isinstance(buffer, torch.Tensor):
         raise InputError(f"{what} takes a tensor, got {type(buffer).__name__}.")
     problem = why_no_memory(buffer)
@@ -68,7 +73,6 @@ def _flat(what: str, buffer: torch.Tensor) -> torch.Tensor:
             f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with "
             f"strides {buffer.stride()}; call it on a .contiguous() copy and copy the result back."
         )
-    return buffer.detach().view(-1)
 
 
 def gather_operands(
@@ -83,7 +87,13 @@ def gather_operands(
     Raises:
         InputError: where the parts do not fill ``buffer``, or it is not 1-D and contiguous.
     """
-    return _parts("all_gather_", buffer, counts, size)
+    return as_bytes("all_gather_", buffer), _parts("all_gather_", buffer, counts, size)
+
+
+def check_gather(buffer: torch.Tensor, counts: Parts, size: int) -> None:
+    """Raise what :func:`gather_operands` raises, for a group that has nothing to send."""
+    _check_memory("all_gather_", buffer)
+    _parts("all_gather_", buffer, counts, size)
 
 
 class Exchange(NamedTuple):
@@ -116,8 +126,8 @@ def exchange_operands(
         InputError: where parts do not fill their tensor, one is not 1-D and contiguous, their
             dtypes or devices differ, or parts of one tensor that is both are not equal.
     """
-    out, takes = _parts("all_to_all", output, received, size)
-    flat, gives = _parts("all_to_all", buffer, sent, size)
+    out, takes = as_bytes("all_to_all", output), _parts("all_to_all", output, received, size)
+    flat, gives = as_bytes("all_to_all", buffer), _parts("all_to_all", buffer, sent, size)
     if (output.dtype, output.device) != (buffer.dtype, buffer.device):
         raise InputError(
             f"all_to_all takes an output of the buffer's dtype and device, {buffer.dtype} on "
@@ -132,10 +142,8 @@ def exchange_operands(
     return given
 
 
-def _parts(
-    what: str, buffer: torch.Tensor, counts: Parts, size: int
-) -> tuple[torch.Tensor, list[int]]:
-    flat = as_bytes(what, buffer)
+def _parts(what: str, buffer: torch.Tensor, counts: Parts, size: int) -> list[int]:
+    """Return the bytes of each part."""
     if buffer.dim() != 1:
         raise InputError(
             f"{what} takes a 1-D tensor, got shape {tuple(buffer.shape)}; view(-1) first."
@@ -147,7 +155,7 @@ def _parts(
                 f"{what} without counts takes a multiple of {size} elements, one equal part a "
                 f"rank, got {numel}; pad the buffer or give counts."
             )
-        return flat, [numel // size * itemsize] * size
+        return [numel // size * itemsize] * size
     try:
         counts = [operator.index(count) for count in counts]
     except TypeError as error:
@@ -160,7 +168,7 @@ def _parts(
             f"as the buffer holds, got {len(counts)} counts with sum {sum(counts)} and least "
             f"{min(counts, default=0)}."
         )
-    return flat, [count * itemsize for count in counts]
+    return [count * itemsize for count in counts]
 
 
 def scatter_operands(

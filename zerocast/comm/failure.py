@@ -4,7 +4,7 @@ vain.
 Every collective ends: with its result, or with an error on every rank that is still there. A rank
 that waits longer than its communicator's timeout gives up and tells the others, which then give up,
 too. A rank that raises an exception in the middle of a cast or a step tells them by
-:func:`announcing`. Each transport sends these states in its own way; the errors that follow from
+:class:`announcing`. Each transport sends these states in its own way; the errors that follow from
 them are made here.
 
 NOT here: errors that all ranks agree on, after which the group goes on
@@ -14,8 +14,8 @@ NOT here: errors that all ranks agree on, after which the group goes on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 
 from zerocast.comm.communicator import Communicator
@@ -124,27 +124,32 @@ def name(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-@contextmanager
-def announcing(comms: Sequence[Communicator]) -> Iterator[None]:
-    """Tell the ranks of ``comms`` of an exception that ends the context, unless they raise it, too:
-    a :class:`ZerocastError` that did not come out of :func:`alone`.
+class announcing:
+    """Tells the ranks of ``comms`` of an exception that ends the context, unless they raise it,
+    too: a :class:`ZerocastError` that did not come out of :class:`alone`.
     """
-    try:
-        yield
-    except BaseException as error:  # an interrupt, too: the others must not wait for this rank
-        if not isinstance(error, ZerocastError) or error.is_alone:
-            for comm in comms:
+
+    def __init__(self, comms: Sequence[Communicator]) -> None:
+        self._comms = comms
+
+    def __enter__(self) -> None:
+        """Begin what ranks are told of."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # An interrupt, too: the others must not wait for this rank.
+        if error is not None and (not isinstance(error, ZerocastError) or error.is_alone):
+            for comm in self._comms:
                 comm.announce(error)
-        raise
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Mark errors of the context as this rank's alone, which it tells others by :func:`announcing`
-    only. The context has no collectives and no :class:`Attempt`.
+class alone(ContextDecorator):
+    """Marks errors of the context as this rank's alone, which it tells others by
+    :class:`announcing` only. The context has no collectives and no :class:`Attempt`.
     """
-    try:
-        yield
-    except ZerocastError as error:
-        error.is_alone = True
-        raise
+
+    def __enter__(self) -> None:
+        """Begin what this rank does alone."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ZerocastError):
+            error.is_alone = True

@@ -24,7 +24,7 @@ class SingleRank(Communicator):
         buffers.reduce_operand(what, buffer)
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
-        buffers.gather_operands(buffer, counts, self.size)
+        buffers.check_gather(buffer, counts, self.size)
 
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None

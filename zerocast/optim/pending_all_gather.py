@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerocast.cast.addresses import one_of_each_storage
+from zerocast.cast.addresses import addresses_of, one_of_each_storage
 from zerocast.comm.communicator import Wait
 from zerocast.errors import UnsupportedError
 from zerocast.numerics import Launch
@@ -140,7 +140,7 @@ class PendingAllGather:
         self._version.mark_rebuilt()
 
     def _look(self) -> tuple[int, list[int]]:
-        return QuantizedStorage.moves, list(map(torch.Tensor.data_ptr, self._seen))
+        return QuantizedStorage.moves, addresses_of(self._seen)
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

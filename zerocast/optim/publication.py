@@ -100,7 +100,7 @@ class Publication:
         phases: dict[str, Callable[[], None]] = {} if self._plan is None else self._plan.steps
         phases["store_plain"] = partial(self._shards.store_plain, columns)
         if self._plan is not None:
-            phases["compute_scale"] = self._compute_scale
+            phases["compute_scale"] = partial(self._compute_scale, phases["compute_scale"])
             phases["all_gather_scales"] = self._plan.all_gather_scales
         if self._staged is not None:
             del phases["partial_cast"]
@@ -138,10 +138,10 @@ class Publication:
             self._plan.verify()
             self._verified = self._plan.step  # not where ranks differ: the next call raises again
 
-    def _compute_scale(self) -> None:
+    def _compute_scale(self, compute_scale: Callable[[], None]) -> None:
         assert self._plan is not None, "it is a step of the plan"
         self._plan.begin_writing(_GATHER)
-        self._plan.steps["compute_scale"]()
+        compute_scale()
 
     def _all_gather(self) -> None:
         self._shards.all_gather()

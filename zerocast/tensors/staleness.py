@@ -25,8 +25,7 @@ has cast or gathered again, or something else has written all of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import ClassVar
 
 import torch
@@ -66,7 +65,7 @@ class CastVersion:
         """Note that the plan was deleted."""
         self.retired = True
 
-    def tick(self, written: Iterable[torch.Tensor] = ()) -> None:
+    def tick(self, written: Collection[torch.Tensor] = ()) -> None:
         """Note that a cast begins to write, so that derived copies made before are stale. torch
         counts the write of the tensors ``written``, so that a backward which saved one of them is
         an error. The cast is ``unfinished`` until the plan says otherwise.
@@ -75,19 +74,13 @@ class CastVersion:
         self.ticks += 1
         CastVersion.all_writes += 1
         self.ticked_at = next(_clock)
-        torch.autograd.graph.increment_version(written)
-
-    @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
-        """Within the context ``what`` writes the plan's weights; an exception leaves it unfinished,
-        so that reading a weight raises :class:`zerocast.UnfinishedStepError`.
-        """
-        self.begin(what)
-        yield
-        self.end(what)
+        if written:
+            torch.autograd.graph.increment_version(written)
 
     def begin(self, what: str) -> None:
-        """Note that ``what`` begins to write the plan's weights."""
+        """Note that ``what`` begins to write the plan's weights. Until its :meth:`end`, which an
+        exception leaves out, reading a weight raises :class:`zerocast.UnfinishedStepError`.
+        """
         self.unfinished.add(what)
 
     def end(self, what: str) -> None:
