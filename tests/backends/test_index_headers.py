@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -244,28 +244,6 @@ def test_stored_scales_stand_where_the_layout_says(ask) -> None:
             place = divmod(i * down + j * right, width)
             first = i * layout.row_repeat, j * layout.col_repeat
             assert place == (first[::-1] if layout.transposed else first), layout
-
-
-def test_tables_list_each_element_of_small_matrices_once(monkeypatch) -> None:
-    """Of tiles of 2x4 and 1x8, in blocks of all kinds: all extents of matrices of up to 19
-    elements, and every second or third of larger ones, up to 5 x 9.
-    """
-    for name, value in {"TILE_ROWS": 2, "TILE_COLS": 4, "LONG_TILE_COLS": 8}.items():
-        monkeypatch.setattr(tiling, name, value)
-    shapes = product((1, 2, 5), (1, 4, 9), (1, 2, 3), (1, 3, 4))
-    for grid in (BlockGrid(*shape) for shape in shapes):
-        ends = combinations(range(grid.numel + 1), 2)
-        extents = [Extent(*pair) for pair in list(ends)[:: 1 + grid.numel // 20]]
-        count = len(extents)
-        tiles = tiling.shard_tiles(list(range(count)), [grid] * count, extents).tolist()
-        found: list[list[int]] = [[] for _ in extents]
-        for shape, _, element, block in tiles:
-            weight, rows, cols = shape % 2**32, shape >> 32 & 0xFFFF, shape >> 48
-            assert block == grid.block_of(element)
-            found[weight] += [element + r * grid.cols + c for r in range(rows) for c in range(cols)]
-        for extent, elements in zip(extents, found, strict=True):
-            owned = [e for e in elements if extent.start <= e < extent.end]
-            assert sorted(owned) == list(range(extent.start, extent.end)), (grid, extent)
 
 
 def test_tiles_visit_each_element_once_in_its_block(ask) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import protocol
+from tests.support.nightly import nightly
 from tests.support.protocol import HELD, LATE, Protocol
 from tests.support.simulation import OptimizerSteps, PlanSteps, Scenario, model_of, play
 from tests.support.state_space import Mistake, Model, Op, Ops
@@ -38,8 +39,8 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
 """By name what makes a program's steps, and with which options."""
 
 BY_DAY = ("plan", "boundary, hash", "calls", "late gathers, hash")
-MOST = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in PROGRAMS]
-SIZES = [(2, 1)] + [pytest.param(*more, marks=pytest.mark.nightly) for more in ((3, 1), (2, 2))]
+MOST = [name if name in BY_DAY else nightly(name) for name in PROGRAMS]
+SIZES = [(2, 1), nightly(3, 1), nightly(2, 2)]
 """Of ranks, and of faults."""
 NONE = (-1, 0, "")
 Fault = tuple[int, int, str]
@@ -101,10 +102,8 @@ def test_a_death_amid_late_gathers(what: str) -> None:
     run("late gathers, hash", 2, (1, last[what] - 1, "dies"), 0)
 
 
-SEEDS = [range(first, first + 10) for first in range(0, 40, 10)] + [
-    pytest.param(range(first, first + 100), marks=pytest.mark.nightly)
-    for first in range(0, 10_000, 100)
-]
+SEEDS = [range(first, first + 10) for first in range(0, 40, 10)]
+SEEDS += [nightly(range(first, first + 100)) for first in range(0, 10_000, 100)]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)

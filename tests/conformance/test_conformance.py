@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.nightly import nightly
 from zerocast.cli import conformance, main
-from zerocast.conformance import PACKAGES, Pack, Package, package_of, packs, score, write_packs
+from zerocast.conformance import PACKAGES, Pack, Package, package_of, packs, score
 from zerocast.conformance.causes import Changes, changes_of, restated
 from zerocast.export import DIALECTS
 from zerocast.formats import ELEMENT_FORMATS
@@ -32,13 +33,6 @@ def made() -> dict[str, Pack]:
     return {pack.file: pack for pack in packs()}
 
 
-def test_packs_are_written_to_the_same_hashes(tmp_path):
-    """Those that are committed; each file has the hash that stands beside its name."""
-    assert write_packs(tmp_path, made().values()) == len(made())
-    assert (tmp_path / "SHA256SUMS").read_text() == SUMS.read_text()
-    subprocess.run(["sha256sum", "-c", "--quiet", SUMS.name], cwd=tmp_path, check=True)
-
-
 def planted(subject, *changes):
     """A package that has the formula of a format or a dialect with changes."""
     made_of = partial(restated, subject, does=Changes(*changes))
@@ -55,8 +49,7 @@ def test_the_formulas_stated_again_give_the_packs(subject):
 
 
 @pytest.mark.parametrize(
-    "partitions",
-    [("modelopt/nvfp4", "sglang/mxfp8"), pytest.param(tuple(DIALECTS), marks=pytest.mark.nightly)],
+    "partitions", [("modelopt/nvfp4", "sglang/mxfp8"), nightly(tuple(DIALECTS))]
 )
 def test_zerocast_gives_every_byte(partitions):
     """By this machine's backend, whole, and of some dialects on the ranks of the partitions."""
@@ -118,13 +111,17 @@ def test_what_is_none_of_the_changes_is_unexplained():
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    """JSON and exit codes; packs that are written; what cannot be measured, and what to do."""
+    """JSON and exit codes; packs that are written, with the hashes that are committed, which each
+    file has; what cannot be measured, and what to do.
+    """
     monkeypatch.setattr(conformance, "packs", lambda: list(made().values()))
     assert main(["conform", "torch", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [each["subject"] for each in found["scores"]] == ["e4m3", "e5m2", "e8m0"]
     assert main(["conform", "--packs", str(tmp_path)]) == 0
     assert len(list(tmp_path.glob("*.json"))) == len(made())
+    assert (tmp_path / SUMS.name).read_text() == SUMS.read_text()
+    subprocess.run(["sha256sum", "-c", "--quiet", SUMS.name], cwd=tmp_path, check=True)
     for arguments, message in (
         ([], "give PACKAGE"),
         (["nothing"], "must be one of zerocast, torch, "),
