@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from tests.nn.test_scaled_mm import KINDS, every_kind, every_product, operands, sides
-from tests.support.layers import RECIPES, assert_close, every_recipe
+from tests.support.layers import (
+    RECIPES,
+    assert_close,
+    assert_rounded_otherwise,
+    every_recipe,
+    two_backwards,
+)
 from zerocast import nn
 from zerocast.nn.autocast import autocast
 from zerocast.nn.engines import Product, engine
@@ -48,26 +54,12 @@ def test_the_librarys_product_is_that_of_the_dequantized_operands(name, product)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 @pytest.mark.parametrize("primary", [True, False])
 def test_a_layer_does_on_a_gpu_what_it_does_on_a_cpu(recipe, kind, primary):
-    """Two steps: output and gradients, whoever computes the products."""
-    results = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        options = {"recipe": recipe} if primary else {}
-        layer = getattr(nn, kind)(256, 512, **options).to(torch.bfloat16).to(device)
-        x = torch.randn(128, 256).bfloat16().to(device).requires_grad_()
-        for _ in range(2):
-            layer.zero_grad()
-            x.grad = None
-            with autocast(recipe=recipe):
-                y = layer(x)
-            (y.float().square().sum() / y.numel()).backward()
-        found = {"output": y, "input": x.grad}
-        found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-        results.append({name: tensor.detach().cpu() for name, tensor in found.items()})
-    # Rounding apart, a GPU's norm may fall on the other side of a tie and change a code.
-    coarse = 0.3 if "NVFP4" in type(recipe).__name__ else 0.05
-    for name, expected in results[0].items():
-        assert_close(results[1][name], expected.double(), coarse, name)
+    """Output and gradients of two forwards, whoever computes the products."""
+    results = [
+        two_backwards(getattr(nn, kind), recipe, device, primary=primary)
+        for device in ("cpu", "cuda")
+    ]
+    assert_rounded_otherwise(recipe, results[1], results[0])
 
 
 def test_explain_agrees_with_what_runs(monkeypatch):

@@ -8,8 +8,15 @@ documentation defines them, scale by scale.
 import pytest
 import torch
 
-from tests.support.layers import RECIPES, assert_close, gradients, to_nearest
-from zerocast.nn import Linear, engines, scaled_mm, unswizzle
+from tests.support.layers import (
+    RECIPES,
+    assert_close,
+    assert_rounded_otherwise,
+    gradients,
+    to_nearest,
+    two_backwards,
+)
+from zerocast.nn import LayerNormMLP, Linear, engines, scaled_mm, unswizzle
 from zerocast.nn.autocast import autocast
 from zerocast.nn.engines import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Kind, Product, engine
 from zerocast.nn.engines import Side as Operand
@@ -308,3 +315,15 @@ def test_a_layer_by_the_library_does_what_it_does_decoded(name, primary, shape, 
     assert fast == [True, False, False]  # gradients are not
     for key, values in expected.items():
         assert_close(actual[key], values.double(), 1e-2, key)
+
+
+@every_kind
+def test_two_layers_differ_by_rounding_alone(name, monkeypatch):
+    """The library's products and those of decoded operands, through a whole LayerNormMLP, lie as
+    far apart as rounding explains: by the bound that a GPU is held to, on the CPU.
+    """
+    recipe = RECIPES[name]
+    expected = two_backwards(LayerNormMLP, recipe, "cpu", primary=True)
+    pretend_library(monkeypatch, max(KINDS[name].oldest, (9, 0)))
+    actual = two_backwards(LayerNormMLP, recipe, "cpu", primary=True)
+    assert_rounded_otherwise(recipe, actual, expected)

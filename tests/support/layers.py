@@ -14,7 +14,7 @@ from tests.support import recipes
 from zerocast.nn import layer_product
 from zerocast.nn.engines import Product
 from zerocast.nn.scaled_mm import gemm
-from zerocast.recipes import NVFP4BlockScaling, Recipe
+from zerocast.recipes import NVFP4BlockScaling, Recipe, Role
 from zerocast.tensors import QuantizedStorage, dequantize
 
 NAMES = [name for name in recipes.RECIPES if name != "nvfp4-drawn"]
@@ -127,3 +127,48 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float,
     assert largest > 0, f"{what} is all zeros"
     error = float((actual - expected).abs().max() / largest)
     assert error <= tolerance, f"{what}: relative error {error:.2e} over {tolerance:.0e}"
+
+
+def two_backwards(
+    kind: Callable[..., torch.nn.Module], recipe: Recipe, device: str, *, primary: bool
+) -> dict[str, torch.Tensor]:
+    """Output and gradients, on the CPU, of the second of two steps of a BF16 layer (256, 512) on
+    128 tokens.
+    """
+    torch.manual_seed(0)
+    options = {"recipe": recipe} if primary else {}
+    layer = kind(256, 512, **options).to(torch.bfloat16).to(device)
+    x = torch.randn(128, 256).bfloat16().to(device).requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        layer.zero_grad()
+        x.grad = None
+        with zerocast.autocast(recipe=recipe):
+            y = layer(x)
+        # Of y itself every gradient would have the differences of y, several times enlarged.
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(device))
+    return {name: t.cpu() for name, t in gradients(layer, x, y).items()}
+
+
+def assert_rounded_otherwise(
+    recipe: Recipe, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    """Two results of :func:`two_backwards` differ by no more than the rounding of products, to
+    whose sums terms were added in another order, or in another precision.
+
+    Such sums, rounded to BF16, differ by delta = 2^-8 of themselves at most. Where they are
+    quantized, they fall on two codes with the probability delta / step, of codes that lie a step
+    apart, at most 2^-mantissa_bits of themselves: a mean square of delta * step. If the scale is
+    made of an amax that differs, it moves all codes, and as many again fall apart.
+    """
+    roles: tuple[Role, ...] = ("input", "weight", "grad_output")
+    step = max(2.0 ** -recipe.for_role(role).numerics.fmt.mantissa_bits for role in roles)
+    bound = (2 * 2.0**-8 * step) ** 0.5
+    if isinstance(recipe, NVFP4BlockScaling):
+        step = bound = 0.3  # scales are codes, too: not derived
+    for name, values in expected.items():
+        exact = values.double()
+        difference = float((actual[name].double() - exact).norm() / exact.norm())
+        assert difference <= bound, f"{name}: {difference:.2e} of the norm, over {bound:.1e}"
+        # Where one term is nearly all of a sum, the sum differs by a step of its code at most.
+        assert_close(actual[name], exact, step, name)
