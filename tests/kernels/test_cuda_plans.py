@@ -145,6 +145,19 @@ def test_sanitized(cuda: CudaBackend) -> None:
     check(cuda, case, 2)
 
 
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "mxfp8", "block", "current", "rowwise", "delayed", "nvfp4-4over6"]
+)
+def test_sanitized_alone(cuda: CudaBackend, name: str) -> None:
+    """One weight of a recipe on one rank: what a tool has to do that is too slow for more."""
+    case = Case(6, 1)
+    case.recipes, case.shapes, case.dtypes = [VARIANTS[name]], [torch.Size((40, 96))], DTYPES[:1]
+    case.columnwise, case.own_buffers = [True], False
+    case.masters = [draw_values("normal", 40 * 96, 1)]
+    case.partitions = [[Extent(0, 40 * 96)]]
+    check(cuda, case, 1)
+
+
 @needs_emulation
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_parts_of_weights(dim: int) -> None:

@@ -113,6 +113,52 @@ def kill(script: subprocess.Popen[bytes]) -> None:
     script.wait()
 
 
+TOOL = """#!/bin/bash
+case "$*" in
+    --help) echo "  {option} arg   which kernels" ;;
+    *initcheck*)
+        [[ "$*" != *kns=* ]] || exit 3
+        for kernel in {kernels}; do
+            printf '========= Uninitialized __global__ memory read of size 8 bytes\n'
+            printf '=========     at void %s+0xe0\n' "$kernel"
+        done ;;
+    *racecheck*{hangs}*) exit 124 ;;
+    *) [[ "$*" == *"{option} kns=zerocast"* ]] || exit 3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("option", ["--kernel-name", "--kernel-regex"])
+@pytest.mark.parametrize(
+    ("kernels", "hangs", "result"),
+    [
+        ("'at::copy<float>'", "none", "| sanitizers | ok |"),
+        ("'partial_amax<zerocast::scalar::Tile>' 'at::copy<float>'", "none",
+         "1 errors of zerocast's kernels"),
+        ("'at::copy<float>'", "alone\\[device-block",
+         "unfinished after 30 s: racecheck of test_sanitized_alone[device-block]"),
+    ],
+    ids=["clean", "a read by our kernel", "a hang"],
+)  # fmt: skip
+def test_what_sanitizers_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, kernels: str, hangs: str,
+    result: str,
+) -> None:  # fmt: skip
+    """With a tool that reports what it is told: other kernels' reads do not count, and what did not
+    end is named; the filter has the name that the tool knows.
+    """
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text(TOOL.format(option=option, kernels=kernels, hangs=hangs))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    failed = rehearse(tmp_path, "sanitizers").wait()
+    page, log = (tmp_path / name for name in ("gpu_check.md", "sanitizers.log"))
+    assert result in page.read_text() + log.read_text()
+    assert bool(failed) == ("ok" not in result)
+    assert log.read_text().count("--tool racecheck") == 7
+
+
 @needs_emulation
 def test_a_rehearsal_that_is_killed_goes_on(bench_rows: ModuleType, tmp_path: Path) -> None:
     """Killed in the middle of the table, the script leaves whole rows; run again, it does the
