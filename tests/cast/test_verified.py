@@ -18,7 +18,7 @@ from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
-from zerocast.cast.fault_file import read_fault
+from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.cast.verified import _MOST, _message, _vote, check_mode
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
@@ -570,6 +570,9 @@ def test_a_damaged_file_is_refused(
         data.replace(b'numerics version\\": ', b'numerics version\\": 9'): "install the version",
         data.replace(b"NVFP4BlockScaling", b"NVFP4BlockScalinG"): "cannot be repeated",
     }
+    described, tensors = read_fault(file)
+    write_fault(file, described, tensors | {"amaxes": tensors["amaxes"].repeat(2)})
+    damaged[file.read_bytes()] = "its amaxes must be torch.int32"
     for content, text in damaged.items():
         file.write_bytes(content)
         assert main(["reproduce", str(file)]) == 2

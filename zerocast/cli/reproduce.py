@@ -5,6 +5,7 @@ the reference and by this machine's backend, and from the same shards on as many
 rank held is compared with them.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,7 @@ class Fault:
         self._recipe: Recipe = recipe_from_text(described["recipe"])
         self._dtype = next(d for d in NOMINAL_DTYPES if str(d) == f"torch.{described['dtype']}")
         self._shape = torch.Size(described["shape"])
-        wanted = {"master": self._shape, "amaxes": self.tensors["amaxes"].shape}
-        for name, dtype in (("master", torch.float32), ("amaxes", torch.int32)):
-            given = self.tensors[name]
-            if (given.shape, given.dtype) != (wanted[name], dtype):
-                raise InputError(f"its {name} must be {dtype} {list(wanted[name])}.")
+        self._check("master", torch.float32, self._shape)
         self.owners = []
         for numbers in described["owners"]:
             rank, start, end = (check_integer("owners", n, 0, 2**62) for n in numbers)
@@ -84,12 +81,21 @@ class Fault:
             self._tp_shard = TensorParallelShard(torch.Size(whole), dim, start, size, SingleRank())
         self.stands_alone = self._tp_shard is None and not described["grouped"]
         self.held = self.weight()
+        amaxes = len(self.held.matrices) * self.held.amax_slots
+        self._check("amaxes", torch.int32, (amaxes,))
         held = {n.partition("/")[2]: t for n, t in self.tensors.items() if n.startswith("held/")}
         for name in list(self.held.buffers):
             if name in held:
                 self.held.buffers[name].copy_(held[name].view_as(self.held.buffers[name]))
             else:
                 del self.held.buffers[name]
+
+    def _check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        given = self.tensors[name]
+        if (tuple(given.shape), given.dtype) != (tuple(shape), dtype):
+            raise InputError(
+                f"its {name} must be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}."
+            )
 
     def weight(self) -> QuantizedStorage:
         """The weight as it was before the cast."""
@@ -107,7 +113,7 @@ class Fault:
         """Cast the whole weight by this backend."""
         made = self.weight()
         with use_backend(backend):
-            quantize_into(made, self.tensors["master"], least=self.tensors["amaxes"].view(-1))
+            quantize_into(made, self.tensors["master"], least=self.tensors["amaxes"])
         return made
 
     def cast_sharded(self) -> list[QuantizedStorage]:
