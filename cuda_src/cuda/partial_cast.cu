@@ -13,10 +13,18 @@ template <class Numerics>
 constexpr bool TAKES_AMAX = SAME<Numerics, DelayedNumerics<typename Numerics::Format>>;
 
 // Vectors that a thread has under way, and thread blocks that share a multiprocessor's registers.
+// Compiled for sm_120, six would spill; its memory is slower, and asks for fewer.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int MANY = 4;
+#else
+constexpr int MANY = 6;
+#endif
 template <class Numerics, class Shape>
-constexpr int IN_FLIGHT = Shape::ROW_BLOCKS || TAKES_AMAX<Numerics> ? 6 : 4;
+constexpr bool FEW_BLOCKS = Shape::ROW_BLOCKS || TAKES_AMAX<Numerics>;
+template <class Numerics, class Shape>
+constexpr int IN_FLIGHT = FEW_BLOCKS<Numerics, Shape> ? MANY : 4;
 template <class Numerics, class Encoder, class Shape>
-constexpr int RESIDENT = IN_FLIGHT<Numerics, Shape> == 6 ? 5 : Encoder::RESIDENT;
+constexpr int RESIDENT = FEW_BLOCKS<Numerics, Shape> ? 5 : Encoder::RESIDENT;
 
 // What elements are multiplied by, in shared memory, and the amax that delayed scaling takes.
 struct TileMemory {

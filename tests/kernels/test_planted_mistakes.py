@@ -82,6 +82,12 @@ def test_without_a_mistake_nothing_is_seen(source: str, subjects: tuple[str, ...
     assert not is_caught(Mistake(source, f"cuda/{source}.cu", "zerocast", "zerocast"), subjects)
 
 
+def test_fewer_vectors_under_way() -> None:
+    """As many as sm_120 has of a cast give the same bytes."""
+    fewer = Mistake("partial_cast", "cuda/partial_cast.cu", "MANY = 6;", "MANY = 4;")
+    assert not is_caught(fewer)
+
+
 def barriers() -> list[tuple[str, int]]:
     """Every barrier of the kernels: its source, and its place among that one's."""
     return [
