@@ -2,7 +2,11 @@
 and cost as few instructions as scripts/sass_report.py demands.
 """
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +29,7 @@ try:
     MISSING = ""
 except BackendError as error:
     MISSING = str(error)
+ROOT = Path(__file__).parents[2]
 needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 pytestmark = needs_nvrtc
 
@@ -71,6 +76,50 @@ def test_kernels_keep_to_their_bars(kernel: str, arch: str) -> None:
     loops = nvdisasm() is not None and has_bars(kernel, arch)
     found = missed(report_of(kernel, arch, cubin if loops else None, log), loops=loops)
     assert not found, f"{kernel} for {arch}: {found}\n{log}"
+
+
+BY_THE_OLDEST = """
+import ctypes, sys
+from concurrent.futures import ThreadPoolExecutor
+library, arch, *kernels = sys.argv[1:]
+ctypes.CDLL(library)  # before CuPy looks for one
+from cupy.cuda import nvrtc
+assert nvrtc.getVersion() == (13, 0), nvrtc.getVersion()
+from zerocast.backends.cuda.compiler import compile_text
+from zerocast.backends.cuda.sources import cuda_sources
+def compile(kernel):
+    text = (cuda_sources() / "cuda" / f"{kernel.partition('<')[0]}.cu").read_text()
+    try:
+        compile_text(text, kernel, arch, cuda_sources())
+    except Exception as error:
+        print(kernel, error)
+with ThreadPoolExecutor() as pool:
+    list(pool.map(compile, kernels))
+"""
+
+
+@pytest.fixture(scope="module")
+def oldest_nvrtc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of the first version that pyproject.toml allows, in an environment of its own."""
+    allowed = re.search(r"nvidia-cuda-nvrtc>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert allowed is not None
+    assert allowed[1] == "13.0"
+    folder = tmp_path_factory.mktemp("nvrtc")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    wanted = f"nvidia-cuda-nvrtc=={allowed[1]}.*"
+    subprocess.run([folder / "bin" / "pip", "install", "--quiet", wanted], check=True)
+    (library,) = folder.glob("lib/python*/site-packages/nvidia/**/libnvrtc.so.13")
+    return library
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100a"])
+def test_the_oldest_nvrtc_compiles_every_kernel(oldest_nvrtc: Path, arch: str) -> None:
+    """What a newer compiler accepts, the oldest one that is allowed may not."""
+    command = [sys.executable, "-c", BY_THE_OLDEST, str(oldest_nvrtc), arch, *KERNELS]
+    beside = {"LD_LIBRARY_PATH": str(oldest_nvrtc.parent)}  # of its builtins
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | beside)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def ptx(kernels: list[str], arch: str, *options: str) -> str:
