@@ -120,16 +120,18 @@ static i64 stored(const i64* in, i64* out) {
         store_rows<Stored>(plane, cut, blocks_h, make);
         pad_rows<Stored>(plane);
     } else {  // by the threads of a CUDA kernel, forwards or backwards, tile by tile
-        auto at = [&](i64 i, i64 j) {
-            i64 row = in[6] ? j : i, col = in[6] ? i : j;
-            if (row >= blocks_h || col >= blocks_w) abort();  // no such block
-            i64 scale = (row * blocks_w + col) % 97 + 1;
-            return sizeof(Stored) == 1 ? (i32)scale : Scalar::bits((float)scale);
+        static i32 blocks[1 << 16];
+        i64 count = blocks_h * blocks_w, down = in[6] ? 1 : blocks_w, right = in[6] ? blocks_w : 1;
+        for (i64 b = 0; b < count; b++) blocks[b] = (i32)b % 97 + 1;
+        auto scale = [&](i32 made, i64 block) {
+            if (block >= count || made != block % 97 + 1) abort();  // no such block, or another
+            return sizeof(Stored) == 1 ? made : Scalar::bits((float)made);
         };
         for (i64 t = 0; t < cut; t++)
             for (int i = 0; i < THREADS; i++) {
                 threadIdx.x = in[13] == 1 ? i : THREADS - 1 - i;
-                store_scales<Stored, 64, THREADS>(plane, ((const PlaneTile*)(in + 15))[t], at);
+                auto& tile = ((const PlaneTile*)(in + 15))[t];
+                store_scales<Stored, THREADS>(plane, tile, blocks, down, right, scale);
             }
     }
     for (i64 i = 0; i < size; i++) out[i] = entries[i];
