@@ -24,8 +24,27 @@ class Update {
             run<false>(begin - start_, end - start_);
     }
 
-  private:
     typedef Native::Float Floats;
+
+    // Elements [begin, end), whole groups of them: calls before(i) with each group's first, counted
+    // from `begin`, and after(i, x) with every register of updated ones.
+    template <class Before, class After>
+    ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
+        AdamWUpdate table = table_;
+        AdamW<Native> by = by_;
+        i64 first = begin - start_;
+        for (i64 i = 0; i < end - begin; i += GROUP) {
+            before(i);
+            for (int k = 0; k < GROUP; k += 16) ask(table, first + i + k + ahead_);
+            for (int k = 0; k < GROUP; k += W)
+                after(i + k, some<false>(table, by, first + i + k, W));
+        }
+    }
+
+    // Whether in_groups() does what is asked for.
+    bool goes_in_groups() const { return table_.master && !table_.max_exp_avg_sq; }
+
+  private:
     static constexpr int W = Native::WIDTH;
 
     const AdamWUpdate& table_;
@@ -39,21 +58,24 @@ class Update {
         AdamWUpdate table = table_;
         AdamW<Native> by = by_;
         for (; i + W <= end; i += W) {
-            if (W == 16 || i % 16 == 0) {
-                i64 next = i + ahead_;
-                __builtin_prefetch(table.master + next);
-                __builtin_prefetch(table.gradient + next);
-                __builtin_prefetch(table.exp_avg + next);
-                __builtin_prefetch(table.exp_avg_sq + next);
-            }
+            if (W == 16 || i % 16 == 0) ask(table, i + ahead_);
             some<AMSGRAD>(table, by, i, W);
         }
         if (i < end) some<AMSGRAD>(table, by, i, end - i);
     }
 
-    // n elements, at most a register of them.
+    // Asks for what is read of element i and of those behind it in a line.
+    static ZEROCAST_FN void ask(const AdamWUpdate& table, i64 i) {
+        __builtin_prefetch(table.master + i);
+        __builtin_prefetch(table.gradient + i);
+        __builtin_prefetch(table.exp_avg + i);
+        __builtin_prefetch(table.exp_avg_sq + i);
+    }
+
+    // n elements, at most a register of them; returns them.
     template <bool AMSGRAD>
-    static ZEROCAST_FN void some(const AdamWUpdate& table, const AdamW<Native>& by, i64 i, i64 n) {
+    static ZEROCAST_FN Floats some(const AdamWUpdate& table, const AdamW<Native>& by, i64 i,
+                                   i64 n) {
         Floats gradient = load_some<Floats>(table.gradient + i, n);
         Floats x = load_some<Floats>(table.master + i, n);
         Floats m = load_some<Floats>(table.exp_avg + i, n);
@@ -65,7 +87,9 @@ class Update {
             v = by.larger(load_some<Floats>(table.max_exp_avg_sq + i, n), v);
             store_some(table.max_exp_avg_sq + i, v, n);
         }
-        store_some(table.master + i, by.stepped(x, m, v), n);
+        x = by.stepped(x, m, v);
+        store_some(table.master + i, x, n);
+        return x;
     }
 };
 

@@ -12,6 +12,16 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
+// Where the elements of a weight are read: from row `row` and column `col` on, `pitch` of them from
+// one row to the next.
+template <class T>
+struct Source {
+    const T* first;
+    i64 pitch, row = 0, col = 0;
+
+    ZEROCAST_FN const T* at(i64 r, i64 c) const { return first + (r - row) * pitch + c - col; }
+};
+
 // The size of a block that all elements of a piece are in.
 constexpr int ONE_BLOCK = 1 << 30;
 
@@ -19,13 +29,13 @@ constexpr int ONE_BLOCK = 1 << 30;
 template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:
-    PlaneCast(const CastShard& shard, const T* master, const CodePlane& plane,
+    PlaneCast(const CastShard& shard, const Source<T>& source, const CodePlane& plane,
               const BlockMultipliers& multipliers, const Encoder& encoder, i64 ahead)
         : plane_(plane),
           choices_(shard.candidates.choices),
           changes_(shard.changes),
           codes_start_(shard.codes_start),
-          master_(master),
+          source_(source),
           multipliers_(multipliers),
           encoder_(encoder),
           ahead_(ahead) {}
@@ -36,17 +46,19 @@ class PlaneCast {
         float multipliers[STRIP_BLOCKS];
         if (grid().num_blocks() == 1 && encoder_.spans_rows()) {
             bool positive = fill_multipliers(0, 1, multipliers);
-            run(region.begin, region.end - region.begin, *multipliers, positive);
+            const T* x = source_.at(region.begin / grid().cols, region.begin % grid().cols);
+            run(region.begin, x, region.end - region.begin, *multipliers, positive);
             return;
         }
         bool positive = false;
         auto open = [&](const Strip& strip) {
             positive = fill_multipliers(strip.first_block, strip.blocks, multipliers);
         };
-        auto work = [&](const Strip&, const Panel& panel) {
+        auto work = [&](const Strip& strip, const Panel& panel) {
+            const T* x = at(strip, panel);
             for (i64 r = 0; r < panel.rows; r++) {
-                cast_row(panel.element + r * grid().cols, panel.col, panel.count, multipliers,
-                         positive);
+                cast_row(panel.element + r * grid().cols, x + r * source_.pitch, panel.col,
+                         panel.count, multipliers, positive);
             }
         };
         for_each_strip(grid(), region, open, work, [](const Strip&) {});
@@ -59,12 +71,19 @@ class PlaneCast {
         return multipliers_.fill(plane_.block_amax + first_block, choices, count, multipliers);
     }
 
-    // n elements under one multiplier. `positive`: neither NaN nor 0.
-    void run(i64 element, i64 n, float multiplier, bool positive) const {
+    // Where the first element of a panel is read.
+    const T* at(const Strip& strip, const Panel& panel) const {
+        return source_.at(panel.element / grid().cols, strip.col + panel.col);
+    }
+
+    // n elements from x on under one multiplier. `positive`: neither NaN nor 0.
+    void run(i64 element, const T* x, i64 n, float multiplier, bool positive) const {
         i64 end = element + n;
-        while (element < end && !encoder_.starts_group(element)) single(element++, multiplier);
-        element += groups<ONE_BLOCK>(element, end - element, &multiplier, positive);
-        const T* x = master(element);
+        while (element < end && !encoder_.starts_group(element))
+            single(element++, *x++, multiplier);
+        i64 grouped = groups<ONE_BLOCK>(element, x, end - element, &multiplier, positive);
+        element += grouped;
+        x += grouped;
         u8* to = codes(element);
         i64 left = end - element;
         if (left > 1) {  // what is no whole group goes through buffers of one
@@ -79,32 +98,46 @@ class PlaneCast {
                     note(to + i, last_codes + i, last_codes[i] != to[i]);
             memcpy(to, last_codes, bytes(left));
         }
-        if (left == 1 || bytes(left) * 8 != left * F::BITS) single(end - 1, multiplier);
+        if (left == 1 || bytes(left) * 8 != left * F::BITS)
+            single(end - 1, x[left - 1], multiplier);
     }
 
-    // count elements of one row, the first of them col columns into the strip. `positive` says that
-    // all multipliers are.
-    void cast_row(i64 element, i64 col, i64 count, const float* multipliers, bool positive) const {
+    // count elements of one row from x on, the first of them col columns into the strip. `positive`
+    // says that all multipliers are.
+    void cast_row(i64 element, const T* x, i64 col, i64 count, const float* multipliers,
+                  bool positive) const {
         i64 block_w = grid().block_w;
         const float* multiplier = multipliers + col / block_w;
         i64 in_block = col % block_w;
         if (in_block == 0 && encoder_.starts_group(element)) {  // but for the start of a shard
-            i64 done = block_w == 16   ? groups<16>(element, count, multiplier, positive)
-                       : block_w == 32 ? groups<32>(element, count, multiplier, positive)
-                       : block_w == 1  ? groups<1>(element, count, multiplier, positive)
+            i64 done = block_w == 16   ? groups<16>(element, x, count, multiplier, positive)
+                       : block_w == 32 ? groups<32>(element, x, count, multiplier, positive)
+                       : block_w == 1  ? groups<1>(element, x, count, multiplier, positive)
                                        : 0;
             multiplier += done / block_w;
             element += done;
+            x += done;
             count -= done;
         }
         while (count > 0) {
             i64 n = min_of(block_w - in_block, count);
-            run(element, n, *multiplier, positive);
+            run(element, x, n, *multiplier, positive);
             multiplier++;
             element += n;
+            x += n;
             count -= n;
             in_block = 0;
         }
+    }
+
+    // GROUP elements from x on, the first of a block of BLOCK or in its middle, where nothing asks
+    // what changes.
+    template <int BLOCK>
+    ZEROCAST_FN void cast_group(i64 element, const T* x, const float* multiplier,
+                                bool positive) const {
+        Native::Int code[4];
+        group<BLOCK>(element, x, multiplier, positive, code);
+        store(codes(element), code);
     }
 
     // Whether GROUP elements from this one on can be encoded together.
@@ -113,7 +146,7 @@ class PlaneCast {
     ZEROCAST_FN u8* codes(i64 element) const {
         return plane_.codes + bytes(element - codes_start_);
     }
-    ZEROCAST_FN const T* master(i64 element) const { return master_ + element; }
+    ZEROCAST_FN i64 pitch() const { return source_.pitch; }
     ZEROCAST_FN i64 ahead() const { return ahead_; }
     // GROUP codes that start with a whole byte.
     ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4]) {
@@ -134,22 +167,23 @@ class PlaneCast {
     const u8* choices_;
     Changes changes_;
     i64 codes_start_;
-    const T* master_;  // as if it were the whole weight
+    Source<T> source_;
     BlockMultipliers multipliers_;
     Encoder encoder_;
     i64 ahead_;  // how many elements after one that is read another is asked for
 
     // The whole groups of a row; returns how many elements they hold.
     template <int BLOCK>
-    ZEROCAST_FN i64 groups(i64 element, i64 count, const float* multiplier, bool positive) const {
+    ZEROCAST_FN i64 groups(i64 element, const T* x, i64 count, const float* multiplier,
+                           bool positive) const {
         i64 grouped = count / GROUP * GROUP;
         for (i64 i = 0; i < grouped; i += GROUP) {
             if ((positive || !SKIPS_NAN) && !changes_.flags)
-                i += unnoted<BLOCK>(element + i, grouped - i, multiplier + i / BLOCK);
+                i += unnoted<BLOCK>(element + i, x + i, grouped - i, multiplier + i / BLOCK);
             if (i == grouped) break;
-            prefetch(master(element + i), ahead_);
+            prefetch(x + i, ahead_);
             Native::Int code[4];
-            group<BLOCK>(element + i, master(element + i), multiplier + i / BLOCK, positive, code);
+            group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, positive, code);
             keep(codes(element + i), code);
         }
         return grouped;
@@ -159,8 +193,7 @@ class PlaneCast {
     // NaN if SKIPS_NAN; returns how many elements they hold. The loop calls no function, so that
     // constants stay in registers.
     template <int BLOCK>
-    ZEROCAST_FN i64 unnoted(i64 element, i64 count, const float* multiplier) const {
-        const T* x = master(element);
+    ZEROCAST_FN i64 unnoted(i64 element, const T* x, i64 count, const float* multiplier) const {
         u8* to = codes(element);
         i64 i = 0, ahead = ahead_;
         for (; i < count; i += GROUP) {
@@ -237,8 +270,8 @@ class PlaneCast {
         note_changes(changes_, to - plane_.codes, bytes(codes_start_), made, to, changed);
     }
 
-    ZEROCAST_FN void single(i64 element, float multiplier) const {
-        float x = round_to<Rounded, Scalar>(value_of(master_[element]));
+    ZEROCAST_FN void single(i64 element, T master, float multiplier) const {
+        float x = round_to<Rounded, Scalar>(value_of(master));
         u8 code = (u8)encoder_.single(element, x * multiplier);
         u8* to = codes(element);
         if constexpr (F::BITS == 4) {

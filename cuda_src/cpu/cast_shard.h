@@ -28,12 +28,13 @@ class RowsAndColumns {
             const Grid& grid = rows_.grid();
             i64 row = panel.element / grid.cols, col = strip.col + panel.col;
             i64 first = col / grid.block_w, last = (col + panel.count - 1) / grid.block_w;
-            for (i64 r = 0; r < panel.rows; r++) {
+            const T* x = rows_.at(strip, panel);
+            for (i64 r = 0; r < panel.rows; r++, x += rows_.pitch()) {
                 bool all = rows_.fill_multipliers((row + r) * grid.blocks_w() + first,
                                                   last - first + 1, by_block)
                            && positive;
-                cast_row(panel.element + r * grid.cols, col % grid.block_w, panel.count, by_block,
-                         by_column + panel.col, all);
+                cast_row(panel.element + r * grid.cols, x, col % grid.block_w, panel.count,
+                         by_block, by_column + panel.col, all);
             }
         };
         for_each_strip(columns_.grid(), region, open, work, [](const Strip&) {}, STRIP_COLUMNS);
@@ -44,25 +45,24 @@ class RowsAndColumns {
 
     Plane rows_, columns_;
 
-    // count elements of one row, the first of them col columns into its first block.
-    void cast_row(i64 element, i64 col, i64 count, const float* by_block, const float* by_column,
-                  bool positive) const {
+    // count elements of one row from x on, the first of them col columns into its first block.
+    void cast_row(i64 element, const T* x, i64 col, i64 count, const float* by_block,
+                  const float* by_column, bool positive) const {
         i64 block_w = rows_.grid().block_w, done = 0;
         bool at_once = positive && rows_.starts_group(element);
         if (at_once && col == 0 && block_w == 32)
-            done = groups<32>(element, count, by_block, by_column);
+            done = groups<32>(element, x, count, by_block, by_column);
         else if (at_once && col + count <= block_w)
-            done = groups<ONE_BLOCK>(element, count, by_block, by_column);
-        rows_.cast_row(element + done, col + done, count - done, by_block, positive);
-        columns_.cast_row(element + done, 0, count - done, by_column + done, positive);
+            done = groups<ONE_BLOCK>(element, x, count, by_block, by_column);
+        rows_.cast_row(element + done, x + done, col + done, count - done, by_block, positive);
+        columns_.cast_row(element + done, x + done, 0, count - done, by_column + done, positive);
     }
 
     // The whole groups of a row, of blocks of BLOCK elements, up to one that has a NaN; returns how
     // many elements they hold. What does not depend on the plane is done once.
     template <int BLOCK>
-    ZEROCAST_FN i64 groups(i64 element, i64 count, const float* by_block,
+    ZEROCAST_FN i64 groups(i64 element, const T* x, i64 count, const float* by_block,
                            const float* by_column) const {
-        const T* x = rows_.master(element);
         u8 *to_rows = rows_.codes(element), *to_columns = columns_.codes(element);
         i64 i = 0;
         for (; i + GROUP <= count; i += GROUP) {
@@ -90,23 +90,25 @@ class RowsAndColumns {
 
 // The codes of a region of a shard, in all planes that are cast.
 template <class Rounded, class T, class Encoder>
-void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
-                 const Encoder& encoder, const Region& region) {
+void cast_planes(const CastShard& shard, const Source<T>& source,
+                 const BlockMultipliers& multipliers, const Encoder& encoder,
+                 const Region& region) {
     typedef PlaneCast<T, Rounded, Encoder> Plane;
-    Plane rowwise(shard, master, shard.rowwise, multipliers, encoder, region.ahead);
+    Plane rowwise(shard, source, shard.rowwise, multipliers, encoder, region.ahead);
     if (shard.delayed.scale) {
         float multiplier;
         bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
         i32 largest = 0;
         for (i64 at = region.begin, n; at < region.end; at += n) {
             n = min_of(CHUNK, region.end - at);
-            largest = Scalar::max(largest, largest_of(rowwise.master(at), n));
-            rowwise.run(at, n, multiplier, positive);
+            const T* x = source.first + at;
+            largest = Scalar::max(largest, largest_of(x, n));
+            rowwise.run(at, x, n, multiplier, positive);
         }
         return raise_one_block(shard, largest);
     }
     if (!shard.columnwise.codes) return rowwise(region);
-    Plane columnwise(shard, master, shard.columnwise, multipliers, encoder, region.ahead);
+    Plane columnwise(shard, source, shard.columnwise, multipliers, encoder, region.ahead);
     if constexpr (SAME<Encoder, NearestGroup<typename Encoder::Format>>) {
         if (in_rows_and_columns(shard))
             return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise,
@@ -114,6 +116,14 @@ void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers
     }
     rowwise(region);
     columnwise(region);
+}
+
+// The same of a master, a pointer to its elements as if it were the whole weight.
+template <class Rounded, class T, class Encoder>
+void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
+                 const Encoder& encoder, const Region& region) {
+    Source<T> source{master, shard.rowwise.grid.cols};
+    cast_planes<Rounded>(shard, source, multipliers, encoder, region);
 }
 
 }  // namespace ZEROCAST_ISA

@@ -7,8 +7,11 @@
 // wide as the matrix where they can be, because memory is fast where it is read in long runs.
 //
 // adamw_cast: a step of AdamW, and in the same pass over the masters what partial_amax_cast does;
-// or under delayed scaling, whose scales wait for nobody, what partial_cast does. Elements are
-// updated a turn before they are measured, and are then in a cache.
+// or under delayed scaling, whose scales wait for nobody, what partial_cast does. The loop that
+// updates a row of blocks also casts the one above it, whose elements wait, rounded, in a buffer:
+// so the processor computes while it waits for four arrays, and these are read from end to end.
+#include <stdlib.h>
+
 #include "cpu/adamw.h"
 #include "cpu/cast_shard.h"
 #include "cpu/plane_amax.h"
@@ -17,9 +20,10 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
-// Elements of a part: at most so many where one block has no more, of FP32 4 MiB, so that two of
-// them stay in a third-level cache; at least as many as are worth a turn.
-constexpr i64 LARGEST = 1 << 20, SMALLEST = 1 << 16;
+// Elements of a part: at most so many where one block has no more, at least as many as are worth a
+// turn. Processors with AVX-512 have second-level caches that hold two parts of 256 KiB; of others,
+// parts of 4 MiB stay in the third level.
+constexpr i64 LARGEST = Native::WIDTH == 16 ? 1 << 16 : 1 << 20, SMALLEST = 1 << 16;
 
 // Elements that are cast, and measured, at a time: of FP32 128 KiB of a second-level cache, or 256
 // where every turn loads and stores the maxima of all columns.
@@ -30,6 +34,9 @@ constexpr i64 TURN_OF_UPDATES = 1 << 13;
 
 // The columns below which no part is divided so that all threads have some.
 constexpr i64 NARROW = 1024;
+
+// Elements at most of a row of blocks that waits for its cast: of BF16 2 MiB.
+constexpr i64 WAITING = 1 << 20;
 
 // What a launch works on.
 struct Shards {
@@ -70,10 +77,11 @@ class Parts {
         size_ = row * max_of(1, SMALLEST / row);
         width_ = cols_;
         while (width_ > NARROW && count() < 4 * num_threads) width_ = (width_ + 1) / 2;
-        width_ = min_of(width_, LARGEST / height);
+        width_ = min_of(width_, (updated ? WAITING : LARGEST) / height);
         width_ = (width_ + blocks - 1) / blocks * blocks;
     }
 
+    bool are_whole_rows() const { return width_ >= cols_; }
     i64 count() const { return (end_ - begin_ + size_ - 1) / size_ * across(); }
 
     // Some rows of part number i: those that are cast or measured at a time.
@@ -98,10 +106,87 @@ class Parts {
     i64 across() const { return (cols_ + width_ - 1) / width_; }
 };
 
+// Updates, measures and casts elements [begin, end) of a shard, rows of blocks that are BLOCK high
+// and wide. `memory`: maxima and multipliers of a row of blocks, and its elements in BF16.
+template <int BLOCK, class F>
+void update_rows(const CastShard& shard, const AdamWUpdate& table,
+                 const BlockMultipliers& multipliers, i64 begin, i64 end, void* memory) {
+    i64 cols = shard.rowwise.grid.cols, blocks = shard.rowwise.grid.blocks_w();
+    auto largest = (Native::Int*)memory;
+    auto waiting = (Bf16*)(largest + blocks + Native::WIDTH);
+    auto by_block = (float*)(waiting + BLOCK * cols);
+    Update update(table, shard.start);
+    PlaneCast<Bf16, Fp32, NearestGroup<F>> plane(shard, Source<Bf16>{waiting, cols}, shard.rowwise,
+                                                 multipliers, NearestGroup<F>{}, 0);
+    Native::Int tensor{};
+    bool positive = false;
+    i64 last = end / cols;
+    for (i64 row = begin / cols, above = 0; row < last || above > 0; row += BLOCK) {
+        i64 rows = max_of(0, min_of(BLOCK, last - row));
+        memset(largest, 0, (blocks + Native::WIDTH) * sizeof *largest);
+        for (i64 r = 0; r < max_of(rows, above); r++) {
+            i64 element = (row + r) * cols;
+            Bf16* line = waiting + r * cols;  // that of the row of blocks above, until it is cast
+            auto cast = [&](i64 c) {
+                plane.template cast_group<BLOCK>(element - BLOCK * cols + c, line + c,
+                                                 by_block + c / BLOCK, positive);
+            };
+            auto keep = [&](i64 c, Native::Float x) {
+                Native::Int& in_block = largest[c / BLOCK];
+                in_block = Native::max(in_block, Native::bits(x) & MAGNITUDE_MASK);
+                auto bits = (Native::Unsigned)Native::bits(round_to<Bf16, Native>(x));
+                Native::store(line + c, __builtin_convertvector(bits >> 16, Native::Halves));
+            };
+            if (r < rows && r < above)
+                update.in_groups(element, element + cols, cast, keep);
+            else if (r < rows)
+                update.in_groups(element, element + cols, [](i64) {}, keep);
+            else
+                for (i64 c = 0; c < cols; c += GROUP) cast(c);
+        }
+        above = rows;
+        if (rows == 0) break;
+        i64 first_block = row / BLOCK * blocks;
+        i32* slots = shard.rowwise.block_amax + first_block;
+        tensor = Native::max(tensor, flush(largest, blocks, slots, shard.round_to, false));
+        positive = plane.fill_multipliers(first_block, blocks, by_block);
+    }
+    raise_tensor(shard, reduce_max<Native>(tensor));
+}
+
+// Does what update_rows() does, where it can; returns whether it did.
+template <class F>
+bool updated_rows(const CastShard& shard, const AdamWUpdate& table,
+                  const BlockMultipliers& multipliers, i64 begin, i64 end) {
+    const Grid& grid = shard.rowwise.grid;
+    if (shard.columnwise.codes || shard.changes.flags || grid.cols % GROUP
+        || grid.block_h != grid.block_w || (grid.block_w != 32 && grid.block_w != 128)
+        || !Update(table, shard.start).goes_in_groups())
+        return false;
+    i64 blocks = grid.blocks_w();
+    i64 bytes = (blocks + Native::WIDTH) * sizeof(Native::Int) + blocks * sizeof(float)
+                + grid.block_h * grid.cols * sizeof(Bf16);
+    void* memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!memory) return false;
+    if (grid.block_w == 32)
+        update_rows<32, F>(shard, table, multipliers, begin, end, memory);
+    else
+        update_rows<128, F>(shard, table, multipliers, begin, end, memory);
+    free(memory);
+    return true;
+}
+
 // Measures and casts parts [first, last) of a shard.
 template <class F, class Rounded, class T>
 void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
                 const BlockMultipliers& multipliers, const Parts& parts, i64 first, i64 last) {
+    if constexpr (SAME<T, float> && SAME<Rounded, Bf16>) {
+        if (shards.updates && parts.are_whole_rows()) {
+            const AdamWUpdate& table = shards.updates[&shard - shards.shards];
+            i64 begin = parts.turn(first, 0).begin, end = parts.turn(last, 0).begin;
+            if (updated_rows<F>(shard, table, multipliers, begin, end)) return;
+        }
+    }
     for (i64 i = first - 1; i < last; i++) {
         bool any = true;
         for (i64 number = 0; any; number++) {

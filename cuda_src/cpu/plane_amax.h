@@ -20,20 +20,31 @@ struct NoUpdate {
 // Elements that are updated at a time, and then measured, from the nearest cache.
 constexpr i64 UPDATED = 1024;
 
-// ROWS rows of a panel whose blocks are 16 wide and whole. More than one, so that a block's maxima
-// are fetched and stored less often.
-template <int ROWS, class T>
+// ROWS rows of a panel whose blocks are BLOCK wide and whole. More than one, so that a block's
+// maxima are fetched and stored less often.
+template <int BLOCK, int ROWS, class T>
 ZEROCAST_FN void raise_rows(Native::Int* largest, const Grid& grid, const Panel& panel, const T* x,
                             i64 ahead) {
-    for (i64 c = 0; c < panel.count; c += 16) {
-        Native::Int in_block = largest[c / 16];
+    for (i64 c = 0; c < panel.count; c += BLOCK) {
+        Native::Int in_block = largest[c / BLOCK];
         for (int r = 0; r < ROWS; r++) {
             const T* at = x + r * grid.cols + c;
-            __builtin_prefetch(at + ahead / ROWS);
-            in_block = raise(in_block, at, 16);
+            for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(at + i + ahead / ROWS);
+            in_block = raise(in_block, at, BLOCK);
         }
-        largest[c / 16] = in_block;
+        largest[c / BLOCK] = in_block;
     }
+}
+
+// All rows of a panel whose blocks are BLOCK wide and whole.
+template <int BLOCK, class T>
+void raise_whole(Native::Int* largest, const Grid& grid, const Panel& panel, const T* x,
+                 i64 ahead) {
+    i64 r = 0;
+    for (; r + 4 <= panel.rows; r += 4, x += 4 * grid.cols)
+        raise_rows<BLOCK, 4>(largest, grid, panel, x, ahead);
+    for (; r < panel.rows; r++, x += grid.cols)
+        raise_rows<BLOCK, 1>(largest, grid, panel, x, ahead);
 }
 
 // The elements of one panel, into the maxima of the strip's blocks. `ahead`: how many elements
@@ -42,14 +53,10 @@ template <class T>
 void raise_panel(Native::Int* largest, const Grid& grid, const Panel& panel, const T* x,
                  i64 ahead) {
     i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
-    if (grid.block_w == 16 && in_block == 0
-        && panel.count % 16 == 0) {  // NVFP4, but for the ends of a shard
-        i64 r = 0;
-        for (; r + 4 <= panel.rows; r += 4, x += 4 * grid.cols)
-            raise_rows<4>(largest + block, grid, panel, x, ahead);
-        for (; r < panel.rows; r++, x += grid.cols)
-            raise_rows<1>(largest + block, grid, panel, x, ahead);
-        return;
+    if (in_block == 0 && panel.count % grid.block_w == 0) {  // but for the ends of a shard
+        if (grid.block_w == 16) return raise_whole<16>(largest + block, grid, panel, x, ahead);
+        if (grid.block_w == 32) return raise_whole<32>(largest + block, grid, panel, x, ahead);
+        if (grid.block_w == 128) return raise_whole<128>(largest + block, grid, panel, x, ahead);
     }
     for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
         i64 n = min_of(grid.block_w - in_block, panel.count);
@@ -102,6 +109,17 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
             return raise_panel(largest, slots.grid, panel, master + panel.element, region.ahead);
         for (i64 r = 0; r < panel.rows; r++) {
             i64 element = panel.element + r * slots.grid.cols;
+            if constexpr (!SAME<Before, NoUpdate>) {
+                if (slots.grid.block_w == 16 && panel.col % 16 == 0 && panel.count % GROUP == 0
+                    && before.goes_in_groups()) {  // NVFP4, measured in registers
+                    auto raise = [&](i64 i, Native::Float x) {
+                        Native::Int& in_block = largest[(panel.col + i) / 16];
+                        in_block = Native::max(in_block, Native::bits(x) & MAGNITUDE_MASK);
+                    };
+                    before.in_groups(element, element + panel.count, [](i64) {}, raise);
+                    continue;
+                }
+            }
             for (i64 c = 0, n; c < panel.count; c += n) {
                 n = min_of(UPDATED, panel.count - c);
                 before(element + c, element + c + n);

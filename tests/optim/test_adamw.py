@@ -273,8 +273,10 @@ def test_bytes_of_the_one_pass(recipe: Recipe, steps: list[str]) -> None:
     assert "partial_amax" not in steps
 
 
-SHAPES = ((300, 1120), (130, 2080), (2, 40000))
-"""Several parts and turns of the pass; the last one wider than a strip."""
+SHAPES = ((300, 1120), (130, 2080), (2, 40000), (700, 960))
+"""Several parts and turns of the pass; the third wider than a strip, the last in whole groups of
+registers.
+"""
 
 
 @pytest.mark.parametrize("name", names(lambda recipe: not recipe.chooses_scales, RECIPES))
