@@ -5,7 +5,8 @@ Where Python has to know whether it holds, the function is run once for either a
 quotient is a number of its own, of which the solver knows what a quotient is. A product of two
 symbols is a number of its own as well (z3's reasoning about products is switched off), of which the
 solver knows its sign and the inequalities that a claim names (:func:`ordered`): what it has to
-decide is then linear, and it always does. Only an example is looked for among true products.
+decide is then linear. It always does, but may search for long: then another seed is tried. Only an
+example is looked for among true products.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 import z3
 
-SECONDS = 20
-"""Given to the solver to find an example."""
+SECONDS, SEEDS = 5, 20
+"""Given to the solver for one search, and searches of a question that has no answer yet."""
 
 
 class Refuted(AssertionError):
@@ -35,8 +36,7 @@ class Path:
         self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
         self.made: list[Any] = []
         self._products: set[str] = set()
-        self._solver = z3.Solver()
-        self._solver.set("smt.arith.nl", False)
+        self._solver = _solver()
         self.know(*assumed)
 
     def know(self, *facts: Any) -> None:
@@ -56,13 +56,25 @@ class Path:
         return answer
 
     def excludes(self, condition: Any) -> bool:
-        """Whether ``condition`` cannot be."""
-        return self._solver.check(self._expanded(condition)) == z3.unsat
+        """Whether ``condition`` cannot be.
+
+        Raises:
+            AssertionError: where no seed finds out in time. How long z3 searches depends on its
+                seed, and on all that the process has asked it before.
+        """
+        expanded, solver = self._expanded(condition), self._solver
+        for seed in range(1, SEEDS + 1):
+            answer = solver.check(expanded)
+            if answer != z3.unknown or solver.reason_unknown() not in ("timeout", "canceled"):
+                return answer == z3.unsat
+            solver = _solver(seed)
+            solver.add(self._solver.assertions())
+        raise AssertionError(f"z3 searches for too long, whatever the seed: {condition}")
 
     def example(self, condition: Any) -> str:
         """Numbers of which ``condition`` holds, on this path."""
         solver = z3.Solver()
-        solver.set("timeout", SECONDS * 1000)
+        solver.set("timeout", 4 * SECONDS * 1000)
         solver.add(condition, *self._solver.assertions())
         return f"{solver.model()}" if solver.check() == z3.sat else "no example was found"
 
@@ -84,6 +96,14 @@ class Path:
                 larger = z3.And(*(math.prod(signs) * product >= size for size in sizes))
                 self._solver.add(z3.Implies(z3.And(*(size > 0 for size in sizes)), larger))
         return expanded
+
+
+def _solver(seed: int = 0) -> z3.Solver:
+    solver = z3.Solver()
+    solver.set("smt.arith.nl", False)
+    solver.set("smt.random_seed", seed)
+    solver.set("timeout", SECONDS * 1000)
+    return solver
 
 
 _path: Any = None
