@@ -12,7 +12,7 @@ from zerocast.comm.torch_peers import TorchPeers
 
 class Collectives(TorchDispatchMode):
     """Counts the collectives of torch.distributed within the context, but for those by which ranks
-    compare over gloo what they are about to call.
+    compare over gloo what they are about to call; maxima that travel with these are an all-reduce.
 
     Attributes:
         calls: by operation, how often.
@@ -27,9 +27,11 @@ class Collectives(TorchDispatchMode):
     def __enter__(self):
         self._compare = compare = TorchPeers._compare
 
-        def uncounted(peers: TorchPeers, made: Call) -> None:
+        def uncounted(peers: TorchPeers, made: Call, maxima: torch.Tensor | None) -> None:
+            if maxima is not None:
+                self._count("allreduce_", maxima.nbytes)
             with _disable_current_modes():
-                compare(peers, made)
+                compare(peers, made, maxima)
 
         TorchPeers._compare = uncounted
         return super().__enter__()
@@ -42,10 +44,13 @@ class Collectives(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
-            self.calls[name] += 1
             sizes = [t.nbytes for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
-            self.bytes[name] += max(sizes, default=0)
+            self._count(name, max(sizes, default=0))
         return out
+
+    def _count(self, name: str, size: int) -> None:
+        self.calls[name] += 1
+        self.bytes[name] += size
 
     @property
     def all_reduces(self) -> int:
