@@ -12,11 +12,6 @@ the way, and the rest (scales, and what two ranks share) is read from memory. Wi
 lie as they travel, nothing is copied, and all is read from memory, as by the comparison alone.
 Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
 which is less than any transport between machines does.
-
-Ranks that are threads allocate the result of a gather anew, and whether the allocator gives those
-pages back in between is chance, differs between plans of one run, and is some hundredths of a step.
-With MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 it does
-not.
 """
 
 from __future__ import annotations
@@ -110,10 +105,18 @@ def show(recipe: str, exchange: str, found: Times) -> None:
           f"{100 * ratios[4]:.1f} %", flush=True)  # fmt: skip
 
 
-def on_process(rank: int, ranks: int, recipes: Sequence[str], rounds: int, file: str) -> None:
+def choose_shapes(given: argparse.Namespace) -> None:
+    """Let this process measure the weights that are asked for."""
+    SHAPES[:] = ([(8192, 5120)] if given.in_place else SHAPES) * given.layers
+
+
+def on_process(rank: int, given: argparse.Namespace, file: str) -> None:
     """Measure on one process of several, over gloo."""
-    torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=ranks)
-    measure_all(as_communicator(None), recipes, rounds)
+    choose_shapes(given)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{file}", rank=rank, world_size=given.ranks
+    )
+    measure_all(as_communicator(None), given.recipes, given.rounds)
     torch.distributed.destroy_process_group()
 
 
@@ -138,9 +141,9 @@ def main() -> None:
     parser.add_argument("--in-place", action="store_true", help="one weight, gathered where it is")
     parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
     parser.add_argument("--mpi", action="store_true", help="on the ranks that mpiexec started")
+    parser.add_argument("--layers", type=int, default=1, help="so many times the weights")
     given = parser.parse_args()
-    if given.in_place:
-        SHAPES[:] = [(8192, 5120)]
+    choose_shapes(given)
     if given.mpi:
         measure_all(MpiCommunicator(), given.recipes, given.rounds)
         return
@@ -149,8 +152,7 @@ def main() -> None:
     if given.processes:
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder, "rendezvous"))
-            arguments = given.ranks, given.recipes, given.rounds, file
-            torch.multiprocessing.spawn(on_process, arguments, nprocs=given.ranks)
+            torch.multiprocessing.spawn(on_process, (given, file), nprocs=given.ranks)
         return
     for recipe in given.recipes:
         for exchange in EXCHANGES:
