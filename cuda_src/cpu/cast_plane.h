@@ -12,14 +12,13 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Where the elements of a weight are read: from row `row` and column `col` on, `pitch` of them from
-// one row to the next.
+// Where the elements of a weight are read, `pitch` of them from one row to the next.
 template <class T>
 struct Source {
     const T* first;
-    i64 pitch, row = 0, col = 0;
+    i64 pitch;
 
-    ZEROCAST_FN const T* at(i64 r, i64 c) const { return first + (r - row) * pitch + c - col; }
+    ZEROCAST_FN const T* at(i64 row, i64 col) const { return first + row * pitch + col; }
 };
 
 // The size of a block that all elements of a piece are in.

@@ -30,9 +30,8 @@ ZEROCAST_FN Entries four_times(i32 bits) { return Entries{{bits, bits, bits, bit
 // The first `left` of four entries, all at once where there are four and the address allows it.
 template <class Stored>
 ZEROCAST_FN void store_entries(Stored* to, const Entries& e, int left) {
-    constexpr bool BYTES = sizeof(Stored) == 1;
     if (left >= 4 && (u64)to % (4 * sizeof(Stored)) == 0) {
-        if constexpr (BYTES)
+        if constexpr (sizeof(Stored) == 1)
             *(u32*)to =
                 (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
         else
