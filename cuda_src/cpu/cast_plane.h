@@ -12,15 +12,6 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Where the elements of a weight are read, `pitch` of them from one row to the next.
-template <class T>
-struct Source {
-    const T* first;
-    i64 pitch;
-
-    ZEROCAST_FN const T* at(i64 row, i64 col) const { return first + row * pitch + col; }
-};
-
 // The size of a block that all elements of a piece are in.
 constexpr int ONE_BLOCK = 1 << 30;
 
@@ -28,13 +19,13 @@ constexpr int ONE_BLOCK = 1 << 30;
 template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:
-    PlaneCast(const CastShard& shard, const Source<T>& source, const CodePlane& plane,
+    PlaneCast(const CastShard& shard, const T* master, const CodePlane& plane,
               const BlockMultipliers& multipliers, const Encoder& encoder, i64 ahead)
         : plane_(plane),
           choices_(shard.candidates.choices),
           changes_(shard.changes),
           codes_start_(shard.codes_start),
-          source_(source),
+          master_(master),
           multipliers_(multipliers),
           encoder_(encoder),
           ahead_(ahead) {}
@@ -45,18 +36,18 @@ class PlaneCast {
         float multipliers[STRIP_BLOCKS];
         if (grid().num_blocks() == 1 && encoder_.spans_rows()) {
             bool positive = fill_multipliers(0, 1, multipliers);
-            const T* x = source_.at(region.begin / grid().cols, region.begin % grid().cols);
-            run(region.begin, x, region.end - region.begin, *multipliers, positive);
+            run(region.begin, master_ + region.begin, region.end - region.begin, *multipliers,
+                positive);
             return;
         }
         bool positive = false;
         auto open = [&](const Strip& strip) {
             positive = fill_multipliers(strip.first_block, strip.blocks, multipliers);
         };
-        auto work = [&](const Strip& strip, const Panel& panel) {
-            const T* x = at(strip, panel);
+        auto work = [&](const Strip&, const Panel& panel) {
+            const T* x = master_ + panel.element;
             for (i64 r = 0; r < panel.rows; r++) {
-                cast_row(panel.element + r * grid().cols, x + r * source_.pitch, panel.col,
+                cast_row(panel.element + r * grid().cols, x + r * grid().cols, panel.col,
                          panel.count, multipliers, positive);
             }
         };
@@ -68,11 +59,6 @@ class PlaneCast {
     bool fill_multipliers(i64 first_block, i64 count, float* multipliers) const {
         const u8* choices = choices_ ? choices_ + first_block : nullptr;
         return multipliers_.fill(plane_.block_amax + first_block, choices, count, multipliers);
-    }
-
-    // Where the first element of a panel is read.
-    const T* at(const Strip& strip, const Panel& panel) const {
-        return source_.at(panel.element / grid().cols, strip.col + panel.col);
     }
 
     // n elements from x on under one multiplier. `positive`: neither NaN nor 0.
@@ -145,7 +131,7 @@ class PlaneCast {
     ZEROCAST_FN u8* codes(i64 element) const {
         return plane_.codes + bytes(element - codes_start_);
     }
-    ZEROCAST_FN i64 pitch() const { return source_.pitch; }
+    ZEROCAST_FN const T* master(i64 element) const { return master_ + element; }
     ZEROCAST_FN i64 ahead() const { return ahead_; }
     // GROUP codes that start with a whole byte.
     ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4]) {
@@ -166,7 +152,7 @@ class PlaneCast {
     const u8* choices_;
     Changes changes_;
     i64 codes_start_;
-    Source<T> source_;
+    const T* master_;  // as if it were the whole weight
     BlockMultipliers multipliers_;
     Encoder encoder_;
     i64 ahead_;  // how many elements after one that is read another is asked for

@@ -28,8 +28,8 @@ class RowsAndColumns {
             const Grid& grid = rows_.grid();
             i64 row = panel.element / grid.cols, col = strip.col + panel.col;
             i64 first = col / grid.block_w, last = (col + panel.count - 1) / grid.block_w;
-            const T* x = rows_.at(strip, panel);
-            for (i64 r = 0; r < panel.rows; r++, x += rows_.pitch()) {
+            const T* x = rows_.master(panel.element);
+            for (i64 r = 0; r < panel.rows; r++, x += grid.cols) {
                 bool all = rows_.fill_multipliers((row + r) * grid.blocks_w() + first,
                                                   last - first + 1, by_block)
                            && positive;
@@ -88,27 +88,27 @@ class RowsAndColumns {
     }
 };
 
-// The codes of a region of a shard, in all planes that are cast.
+// The codes of a region of a shard, in all planes that are cast. `master` points to its elements as
+// if it were the whole weight.
 template <class Rounded, class T, class Encoder>
-void cast_planes(const CastShard& shard, const Source<T>& source,
-                 const BlockMultipliers& multipliers, const Encoder& encoder,
-                 const Region& region) {
+void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
+                 const Encoder& encoder, const Region& region) {
     typedef PlaneCast<T, Rounded, Encoder> Plane;
-    Plane rowwise(shard, source, shard.rowwise, multipliers, encoder, region.ahead);
+    Plane rowwise(shard, master, shard.rowwise, multipliers, encoder, region.ahead);
     if (shard.delayed.scale) {
         float multiplier;
         bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
         i32 largest = 0;
         for (i64 at = region.begin, n; at < region.end; at += n) {
             n = min_of(CHUNK, region.end - at);
-            const T* x = source.first + at;
+            const T* x = master + at;
             largest = Scalar::max(largest, largest_of(x, n));
             rowwise.run(at, x, n, multiplier, positive);
         }
         return raise_one_block(shard, largest);
     }
     if (!shard.columnwise.codes) return rowwise(region);
-    Plane columnwise(shard, source, shard.columnwise, multipliers, encoder, region.ahead);
+    Plane columnwise(shard, master, shard.columnwise, multipliers, encoder, region.ahead);
     if constexpr (SAME<Encoder, NearestGroup<typename Encoder::Format>>) {
         if (in_rows_and_columns(shard))
             return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise,
@@ -116,14 +116,6 @@ void cast_planes(const CastShard& shard, const Source<T>& source,
     }
     rowwise(region);
     columnwise(region);
-}
-
-// The same of a master, a pointer to its elements as if it were the whole weight.
-template <class Rounded, class T, class Encoder>
-void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
-                 const Encoder& encoder, const Region& region) {
-    Source<T> source{master, shard.rowwise.grid.cols};
-    cast_planes<Rounded>(shard, source, multipliers, encoder, region);
 }
 
 }  // namespace ZEROCAST_ISA

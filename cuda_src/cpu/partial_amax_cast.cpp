@@ -116,8 +116,8 @@ void update_rows(const CastShard& shard, const AdamWUpdate& table,
     auto waiting = (Bf16*)(largest + blocks + Native::WIDTH);
     auto by_block = (float*)(waiting + BLOCK * cols);
     Update update(table, shard.start);
-    PlaneCast<Bf16, Fp32, NearestGroup<F>> plane(shard, Source<Bf16>{waiting, cols}, shard.rowwise,
-                                                 multipliers, NearestGroup<F>{}, 0);
+    PlaneCast<Bf16, Fp32, NearestGroup<F>> plane(shard, waiting, shard.rowwise, multipliers,
+                                                 NearestGroup<F>{}, 0);
     Native::Int tensor{};
     bool positive = false;
     i64 last = end / cols;
