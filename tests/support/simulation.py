@@ -430,7 +430,7 @@ def play(scenario: Scenario, draw: random.Random) -> list[Move]:
     )
     model = model_of(kind, steps, *options.items(), ("cuts_blocks", cuts_blocks))
     events = list[Move]()
-    calls, said, world = list[Any](), dict[int, Any](), model.start(size, 1)
+    calls, said, world = list[Any](), dict[int, Any](), model.start(size, 0)
     with pytest.MonkeyPatch.context() as patch:
         for path, name in PHASES.items():
             function = pkgutil.resolve_name(f"zerocast.{path}")
@@ -441,10 +441,11 @@ def play(scenario: Scenario, draw: random.Random) -> list[Move]:
         try:
             while moves := list(model.moves(world)):
                 compare(model, world, ranks)
-                move = draw.choice([each for each in moves if each.world.faults == world.faults])
+                move = draw.choice(moves)
                 if move.rank == faulty:
-                    planted = [each for each in moves if each.rank == faulty and not place
-                               and each.world.faults < world.faults and fault in ("", each.answer)
+                    faults = () if place else model.moves(world._replace(faults=1))
+                    planted = [each for each in faults if each.rank == faulty
+                               and not each.world.faults and fault in ("", each.answer)
                                and not each.answer.endswith(("inside", *cannot))]  # fmt: skip
                     place -= 1
                     move = draw.choice(planted or [move])
