@@ -132,6 +132,7 @@ E5M2 beside E4M3, MXFP8 and delayed scaling beside FP8, MXFP4 and 4-over-6's cas
 and errors by magnitude beside squares, which take a multiplication more."""
 
 RESIDENT = {
+    "compute_scale<FourOverSix": (128, 7),
     "partial_amax_cast.*128, true": (512, 2), "partial_amax_cast": (128, 5),
     "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 5),
     "partial_cast.*Tile32x256": (128, 5), "partial_cast<Delayed": (128, 5),

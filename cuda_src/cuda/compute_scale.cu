@@ -13,8 +13,13 @@ static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 
+// Thread blocks that share a multiprocessor's registers: with two scales a block, compiled for
+// sm_80, eight would spill.
 template <class Numerics>
-__global__ void __launch_bounds__(THREADS, 8)
+constexpr int RESIDENT = Numerics::CHOOSES ? 7 : 8;
+
+template <class Numerics>
+__global__ void __launch_bounds__(THREADS, RESIDENT<Numerics>)
     compute_scale(const ScaleTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
                   i64 count, const __grid_constant__ NumericsTable table) {
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {

@@ -25,6 +25,14 @@ struct TileScales {
     float map[2 * MOST_BLOCKS], multiplier[2 * MOST_BLOCKS];
 };
 
+constexpr int ACROSS = 2 * QUADS, DOWN = 32 / ACROSS;  // lanes that read two blocks of a warp
+
+// Two blocks, by which the lanes of a warp hand rows to each other. With one more quad a row, eight
+// lanes touch all banks along a row and down a column.
+struct WarpRows {
+    float4 quads[CHOICE_SIDE][ACROSS + 1];
+};
+
 // What a thread does in a tile: row number lane_ inside the blocks first_ + AT_ONCE * n.
 template <bool SQUARED>
 class TileErrors {
@@ -58,9 +66,6 @@ class TileErrors {
         }
     }
 
-    // Whether this rank chooses for the tile's blocks.
-    ZEROCAST_FN bool decides() const { return choices_; }
-
     // Fills the scales; a barrier is needed before they are read.
     ZEROCAST_FN void derive() const {
         for (int i = threadIdx.x; i < 2 * tile_.blocks; i += THREADS) {
@@ -71,25 +76,56 @@ class TileErrors {
         }
     }
 
-    // Of a row of blocks that no other rank shares: rows inside blocks are 16 elements wide, and
-    // read four at a time, while the row before is worked on.
+    // Whether every row is 16 elements wide in each block, this rank's, and can be read at once.
+    template <class T>
+    ZEROCAST_FN bool takes_vectors(const T* master) const {
+        i64 cols = shard_.rowwise.grid.cols, last = (tile_.rows - 1) * cols + tile_.cols;
+        return choices_ && tile_.cols % CHOICE_SIDE == 0 && tile_.element >= shard_.start
+               && tile_.element + last <= shard_.end
+               && vectors_aligned(master + tile_.element, 4 * sizeof *master, tile_,
+                                  shard_.rowwise.grid);
+    }
+
+    // Where it takes vectors. A warp reads two blocks, four rows at a time so that lanes side by
+    // side read what lies side by side, while the blocks before are worked on; each lane takes its
+    // row out of shared memory.
     template <class Nominal, class T>
-    ZEROCAST_FN void at_once(const T* master) const {
-        const T* from = master + element_;
-        Four four[QUADS] = {};
+    ZEROCAST_FN void at_once(const T* master, WarpRows& rows) const {
+        int lane = threadIdx.x % 32, across = lane % ACROSS, down = lane / ACROSS;
+        i64 cols = shard_.rowwise.grid.cols;
+        int col = (first_ & ~1) * CHOICE_SIDE + 4 * across;  // in the tile
+        int reads = (tile_.cols - col + STEP - 1) / STEP;    // rounds in which there are columns
+        const T* from[QUADS];
 #pragma unroll
-        for (int k = 0; k < QUADS; k++) four[k].load_at_once(from + 4 * k, whole_ & 1);
-        for_each_block([&](int n) {
-            from += STEP;
-            Vec4 q[QUADS];
+        for (int k = 0; k < QUADS; k++) {
+            // A row that the matrix does not have is read from the last one.
+            int row = Scalar::min(k * DOWN + down, tile_.rows - 1);
+            from[k] = master + tile_.element + row * cols + col;
+        }
+        Four four[QUADS] = {};
+        auto ask = [&](u32 wanted) {
 #pragma unroll
             for (int k = 0; k < QUADS; k++) {
-                q[k] = round_vec4<Nominal>(four[k].template values<T>());
-                four[k].load_at_once(from + 4 * k, whole_ >> n & 2);
+                four[k].load_at_once(from[k], wanted);
+                from[k] += STEP;
             }
+        };
+        ask(reads > 0);
+        for_each_block([&](int n) {
+#pragma unroll
+            for (int k = 0; k < QUADS; k++) {
+                Vec4 q = round_vec4<Nominal>(four[k].template values<T>());
+                rows.quads[k * DOWN + down][across] = float4{q.x[0], q.x[1], q.x[2], q.x[3]};
+            }
+            ask(n + 1 < reads);
+            __syncwarp();
             BlockErrors errors(*this, n);
 #pragma unroll
-            for (int k = 0; k < QUADS; k++) errors.add(q[k]);
+            for (int k = 0; k < QUADS; k++) {
+                float4 x = rows.quads[lane_][lane / CHOICE_SIDE * QUADS + k];
+                errors.add(Vec4{{x.x, x.y, x.z, x.w}});
+            }
+            __syncwarp();  // before the next blocks are written there
             decide(n, errors.sum);
         });
     }
@@ -207,17 +243,16 @@ __global__ void __launch_bounds__(THREADS, 5)
     partial_select(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count,
                    const __grid_constant__ NumericsTable table) {
     __shared__ TileScales scales;
+    __shared__ WarpRows rows[THREADS / 32];
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
         const CastShard& shard = shards[tile.weight];
-        const Grid& grid = shard.rowwise.grid;
         TileErrors<SQUARED> errors(shard, tile, scales, table.scale_max);
         errors.derive();
         __syncthreads();
         with_rounded_master(shard, [&](auto* master, auto nominal) {
-            if (errors.decides() && tile.cols % CHOICE_SIDE == 0
-                && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid))
-                errors.template at_once<decltype(nominal)>(master);
+            if (errors.takes_vectors(master))
+                errors.template at_once<decltype(nominal)>(master, rows[threadIdx.x / 32]);
             else
                 errors.anywhere(master);
             errors.leave_elements(master);
