@@ -1,19 +1,6 @@
 // What the headers say of places, by numbers: each function below takes numbers, writes numbers and
-// returns how many, for test_index_headers.py.
-struct int4 {
-    int x, y, z, w;
-};
-static struct {
-    unsigned x;
-} threadIdx;
-static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    unsigned long long bytes = (unsigned long long)b << 32 | a, made = 0;
-    for (int i = 0; i < 4; i++) made |= (bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return made;
-}
-
-#include <stdlib.h>
-
+// returns how many, for test_index_headers.py. CUDA's words are those of its emulation.
+#include "../cuda_emulation/emulation.h"
 #include "cpu/scale_rows.h"
 #include "cpu/strips.h"
 #include "cuda/planes.h"
@@ -97,13 +84,8 @@ static ScalePlane plane_of(const i64* n, void* scales) {
     return {grid_of(n), n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], nullptr, scales};
 }
 
-ANSWER steps(const i64* in, i64* out) {
-    ScalePlane plane = plane_of(in, nullptr);
-    return put(out, plane.down(), plane.right());
-}
-
 // What is stored of a plane whose block number b has the scale b % 97 + 1: all entries, with four
-// on either side.
+// on either side; then how many entries lie between blocks, down and right.
 template <class Stored>
 static i64 stored(const i64* in, i64* out) {
     constexpr int GUARD = 4;
@@ -127,6 +109,7 @@ static i64 stored(const i64* in, i64* out) {
             if (block >= count || made != block % 97 + 1) abort();  // no such block, or another
             return sizeof(Stored) == 1 ? made : Scalar::bits((float)made);
         };
+        emulation::current = emulation::fibers;
         for (i64 t = 0; t < cut; t++)
             for (int i = 0; i < THREADS; i++) {
                 threadIdx.x = in[13] == 1 ? i : THREADS - 1 - i;
@@ -135,7 +118,7 @@ static i64 stored(const i64* in, i64* out) {
             }
     }
     for (i64 i = 0; i < size; i++) out[i] = entries[i];
-    return size;
+    return size + put(out + size, plane.down(), plane.right());
 }
 ANSWER stored_scales(const i64* in, i64* out) {
     return in[12] == 1 ? stored<u8>(in, out) : stored<float>(in, out);

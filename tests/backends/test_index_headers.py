@@ -7,20 +7,22 @@ tests/backends/index_headers.cpp compiles the headers unchanged.
 import ctypes
 import random
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from itertools import product
+from itertools import chain, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.cuda_emulation.emulator import needs_emulation
 from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.cuts import scale_cut
 from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 
+pytestmark = needs_emulation
 GRIDS = [BlockGrid(*dims) for dims in product((1, 2, 5), (1, 4, 7), (1, 2, 3, 6), (1, 3, 4))]
 BLOCKS = [(1, 1), (1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 128), (3, 5)]
 ROOTS = [str(cuda_sources())]
@@ -32,24 +34,20 @@ NEAR = [2**31, 2**32, 2**40, 2**55]
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., np.ndarray]:
     """``ask(function, *numbers)``: what a function of index_headers.cpp answers."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     library = tmp_path_factory.mktemp("index") / "headers.so"
-    source = str(__file__).replace("test_index_headers.py", "index_headers.cpp")
     # Without intrinsics, whose headers take four times as long to compile as all the rest.
     flags = ["-O0", "-U__SSE2__", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"]
     # A number that overflows ends the process.
     flags += ["-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
-    command = ["g++", *flags, *(f"-I{root}" for root in ROOTS), source, "-o", str(library)]
+    source = Path(__file__).with_name("index_headers.cpp")
+    command = ["g++", *flags, *(f"-I{root}" for root in ROOTS), source, "-o", library]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"it does not compile: {done.stderr}"
-    functions, answer = ctypes.CDLL(str(library)), np.empty(1 << 18, np.int64)
+    functions, answer = ctypes.CDLL(str(library)), (ctypes.c_int64 * 2**18)()
 
     def asked(function: str, *numbers: int) -> np.ndarray:
-        given = np.array(numbers, np.int64)
-        arrays = (ctypes.c_void_p(each.ctypes.data) for each in (given, answer))
-        count = functions[function](*arrays)
-        return answer[:count].copy()
+        count = functions[function]((ctypes.c_int64 * len(numbers))(*numbers), answer)
+        return np.array(answer[:count], np.int64)
 
     return asked
 
@@ -143,16 +141,14 @@ def test_threads_share_all_elements(ask) -> None:
     rng = random.Random(2)
     for _ in range(150):
         threads, far = rng.randint(1, 5), rng.choice([0, *NEAR])
-        spans = []
-        for _ in range(rng.randint(0, 4)):
-            start = far + rng.randint(0, 300)
-            spans.append((start, start + rng.choice([0, 1, rng.randint(0, 999), far]),
-                          rng.choice([1, 2, 128, 96])))  # fmt: skip
+        starts = [far + rng.randint(0, 300) for _ in range(rng.randint(0, 4))]
+        ends = [start + rng.choice([0, 1, rng.randint(0, 999), far]) for start in starts]
+        spans = [(*ends, rng.choice([1, 2, 128, 96])) for ends in zip(starts, ends, strict=True)]
         pieces: list[list[tuple[int, int]]] = [[] for _ in spans]
-        total = sum(end - start for start, end, _ in spans)
+        total = sum(ends) - sum(starts)
         for thread in range(threads):
-            numbers = [number for span in spans for number in span]
-            had = ask("shared", thread, threads, len(spans), *numbers).reshape(-1, 3).tolist()
+            given = thread, threads, len(spans), *chain(*spans)
+            had = ask("shared", *given).reshape(-1, 3).tolist()
             for item, begin, end in had:
                 assert begin < end
                 pieces[item].append((begin, end))
@@ -204,12 +200,6 @@ def layouts() -> Iterator[ScaleLayout]:
             yield ScaleLayout(grid, down, *padded, 77, right, transposed=transposed)
 
 
-def fields_of(layout: ScaleLayout) -> list[int]:
-    """The numbers of a ``ScalePlane``."""
-    repeats = [layout.row_repeat, layout.col_repeat, layout.transposed]
-    return [*astuple(layout.grid), *repeats, layout.rows, layout.cols, *layout.shape, 77]
-
-
 def test_stored_scales_stand_where_the_layout_says(ask) -> None:
     """Scales, repeats and padding, one and four bytes wide, by the CPU's loops and by the threads
     of a CUDA kernel; nothing is written beside the plane, nor by a tile behind its rows.
@@ -224,23 +214,21 @@ def test_stored_scales_stand_where_the_layout_says(ask) -> None:
         block = row // layout.row_repeat * grid.blocks_w + col // layout.col_repeat
         exists = (row < layout.rows) & (col < layout.cols)
         itemsize = (1, 4)[number // 7 % 2]
-        expected = np.where(exists, block % 97 + 1, 77)
-        padding = 77 if itemsize == 1 else np.float32(77).view(np.int32)
+        expected = np.pad(np.where(exists, block % 97 + 1, 77).flat, 4, constant_values=111)
         function, *cut = scale_cut(0, layout)
         tiles = function([0], *([each] for each in cut)).flatten().tolist()
-        fields = [*fields_of(layout)[:-1], padding, itemsize]
+        repeats = [layout.row_repeat, layout.col_repeat, layout.transposed]
+        padding = 77 if itemsize == 1 else np.float32(77).view(np.int32)
+        fields = [*astuple(grid), *repeats, layout.rows, layout.cols, height, width, padding]
         ways = [("cuda", [order, len(tiles) // 4, *tiles]) for order in (1, 2)]
         if not layout.transposed:
             ways.append(("cpu", [0, grid.blocks_h // 3]))
         for way, more in ways:
-            stored = ask("stored_scales", *fields, *more)
-            assert (stored[:4] == 111).all(), (way, layout)
-            assert (stored[-4:] == 111).all(), (way, layout)
-            assert (stored[4:-4].reshape(height, width) == expected).all(), (way, layout)
+            *stored, down, right = ask("stored_scales", *fields, itemsize, *more)
+            assert (stored == expected).all(), (way, layout)
         last = tiles[2] * (layout.col_repeat if layout.transposed else layout.row_repeat)
-        stored = ask("stored_scales", *fields, 1, 1, *tiles[:4])[4:-4].reshape(height, width)
-        assert (stored[last:] == 111).all(), layout
-        down, right = ask("steps", *fields_of(layout)).tolist()
+        stored = ask("stored_scales", *fields, itemsize, 1, 1, *tiles[:4])
+        assert (stored[4 + last * width : -2] == 111).all(), layout
         for i, j in product(range(min(grid.blocks_h, 3)), range(min(grid.blocks_w, 3))):
             place = divmod(i * down + j * right, width)
             first = i * layout.row_repeat, j * layout.col_repeat
@@ -285,10 +273,7 @@ def test_tiles_of_row_blocks_visit_each_element_once_in_its_blocks(ask) -> None:
         assert_visited(ask, "of_tile_32x256", grid, extent, tiles, second)
 
 
-def assert_visited(
-    ask: Callable[..., np.ndarray], function: str, grid: BlockGrid, extent: Extent,
-    tiles: list[list[int]], second: BlockGrid | None = None,
-) -> None:  # fmt: skip
+def assert_visited(ask, function, grid, extent, tiles, second=None) -> None:
     """That these tiles have each element of the extent once, in its blocks."""
     found = [np.empty(0, np.int64)]
     for number, tile in enumerate(tiles):
