@@ -1,19 +1,23 @@
 // partial_amax_cast: of the rows of blocks that a shard holds whole, what partial_amax does, and in
 // the same read of the master the codes: their scales belong to blocks alone, and wait for nobody.
 //
-// A warp keeps a patch of the matrix in registers, eight vectors a lane, from when it measures them
-// until they are encoded; as soon as one is, the warp asks for that of its next patch. Blocks are
-// SIDE columns wide, and as high or one row high:
+// A warp keeps a patch of the matrix in registers, 8 rows of 128 columns, from when it measures
+// them until they are encoded; as soon as one of a lane's vectors is, the warp asks for that of its
+// next patch. So it reads 512 bytes and writes 128 of FP8 side by side. Blocks are SIDE columns
+// wide, and as high or one row high; in a second plane SIDE rows high and one column wide. Those
+// that are high are shared by as many warps of a thread block, one above the other, as they have
+// patches:
 //
-//     SIDE    a patch     blocks
-//     32      32 x 32     32 x 32; or 1 x 32, and in a second plane 32 x 1
-//     128     8 x 128     1 x 128; or 128 x 128, each of which the warps of a thread block share
+//     SIDE    blocks                               warps
+//     32      32 x 32, or 1 x 32 and 32 x 1        4
+//     128     128 x 128                            16
+//     128     1 x 128                              4, which share none
 #include "cuda/cast.h"
 
 using namespace zerocast;
 
 // Patches of one weight: columns of 2^log2_down of them, of as many as a thread block takes in so
-// many steps. Where warps share a block, its rows are those of one row of blocks.
+// many steps. Where warps share blocks, they take in one step the rows of one row of blocks.
 struct PatchTile {
     i32 weight;  // row of the table
     short log2_down, steps;
@@ -21,29 +25,34 @@ struct PatchTile {
 };
 static_assert(sizeof(PatchTile) == 32, "four words of the table that Python makes");
 
-constexpr int VECTORS = 8;  // of a lane in a patch, below each other
+constexpr int VECTORS = 8, LANES = 32, COLS = 4 * LANES;  // of a patch: one vector a lane and row
 
 template <int SIDE, bool SQUARE>
 struct Patch {
-    static constexpr int ACROSS = SIDE / 4, DOWN = 32 / ACROSS;  // lanes
-    static constexpr int ROWS = VECTORS * DOWN;
-    static constexpr bool SHARES = SQUARE && ROWS < SIDE;  // whether warps share a block
-    static constexpr int WARPS = SHARES ? SIDE / ROWS : 4;
-    static constexpr int RESIDENT = SHARES ? 2 : 5;  // thread blocks of a multiprocessor
+    static constexpr bool SECOND = SIDE == 32 && !SQUARE;  // whether there may be a second plane
+    static constexpr bool SHARES = SQUARE || SECOND;       // whether warps share a block
+    static constexpr int WARPS = SHARES ? SIDE / VECTORS : 4;
+    static constexpr int RESIDENT = WARPS > 4 ? 2 : 5;  // thread blocks of a multiprocessor
+    static constexpr int ACROSS = SIDE / 4;             // lanes of a block
+    // Magnitudes that a warp tells the others: of its part of each block, or of each column.
+    static constexpr int TOLD = SECOND ? COLS : COLS / SIDE;
 };
 
-// The two or three lowest bits of i in the opposite order.
-template <int BITS>
-static ZEROCAST_FN int reversed(int i) {
-    return BITS == 2 ? (i & 1) << 1 | (i >> 1 & 1) : (i & 1) << 2 | (i & 2) | (i >> 2 & 1);
-}
+// What the warps of a thread block tell each other.
+template <class P>
+struct alignas(16) Told {
+    i32 magnitudes[2][P::WARPS][P::TOLD];  // of two steps in turn, so that all have read the older
+    float multipliers[P::SECOND ? COLS : 1];
+};
 
-// Of 2^BITS values, the largest among 2^BITS lanes: those whose numbers differ in the bits from
-// that of `apart` on. The lane in which these bits are i gets that of value reversed<BITS>(i).
-template <int BITS>
-static ZEROCAST_FN i32 largest_of_lanes(i32 (&values)[1 << BITS], int apart) {
+// The three lowest bits of i in the opposite order.
+static ZEROCAST_FN int reversed(int i) { return (i & 1) << 2 | (i & 2) | (i >> 2 & 1); }
+
+// Of eight values, the largest among eight neighbouring lanes: lane i of them gets that of value
+// reversed(i).
+static ZEROCAST_FN i32 largest_of_eight(i32 (&values)[VECTORS]) {
 #pragma unroll
-    for (int half = (1 << BITS) / 2; half > 0; half /= 2, apart *= 2) {
+    for (int half = VECTORS / 2, apart = 1; half > 0; half /= 2, apart *= 2) {
         bool upper = threadIdx.x & apart;
 #pragma unroll
         for (int k = 0; k < half; k++) {
@@ -55,25 +64,29 @@ static ZEROCAST_FN i32 largest_of_lanes(i32 (&values)[1 << BITS], int apart) {
     return values[0];
 }
 
+// The largest of so many neighbouring lanes.
+template <int ACROSS>
+static ZEROCAST_FN i32 largest_of_lanes(i32 largest) {
+    if constexpr (ACROSS == LANES) return __reduce_max_sync(ALL_LANES, largest);
+#pragma unroll
+    for (int apart = 1; apart < ACROSS; apart *= 2)
+        largest = Scalar::max(largest, __shfl_xor_sync(ALL_LANES, largest, apart));
+    return largest;
+}
+
 // Where a lane's vectors of one patch are.
-template <class P>
 struct Place {
-    i64 patch_row, row;    // of the patch, and of the lane's first vector
-    int patch_col, col;    // of all its vectors
-    int rows_left, count;  // rows of the tile from `row` on; vectors that start in the matrix
+    i64 row;    // of the first of them
+    int col;    // of all
+    int rows;   // of the tile from `row` on; 0 or less where the patch has none
+    int count;  // vectors that start in the matrix, or more
 
     ZEROCAST_FN Place(const PatchTile& tile, int cols, int patch) {
-        int lane = threadIdx.x % 32;
-        patch_row = tile.row + (patch & ((1 << tile.log2_down) - 1)) * P::ROWS;
-        patch_col = (int)tile.col + (patch >> tile.log2_down) * (4 * P::ACROSS);
-        row = patch_row + lane / P::ACROSS;
-        col = patch_col + lane % P::ACROSS * 4;
-        rows_left = patch_col < cols ? (int)(tile.row_end - row) : 0;
-        count = col < cols && rows_left > 0 ? (rows_left + P::DOWN - 1) / P::DOWN : 0;
+        row = tile.row + (patch & ((1 << tile.log2_down) - 1)) * VECTORS;
+        col = (int)tile.col + (patch >> tile.log2_down) * COLS + threadIdx.x % LANES * 4;
+        rows = (int)(tile.row_end - row);
+        count = col < cols ? rows : 0;
     }
-
-    ZEROCAST_FN i64 row_of(int vector) const { return row + vector * P::DOWN; }
-    ZEROCAST_FN bool has_row(int vector) const { return vector * P::DOWN < rows_left; }
 };
 
 template <class Numerics, int SIDE, bool SQUARE>
@@ -83,14 +96,14 @@ class PatchCast {
     typedef Patch<SIDE, SQUARE> P;
 
     ZEROCAST_FN PatchCast(const CastShard& shard, const PatchTile& tile, const NumericsTable& table,
-                          i32 (*of_warps)[P::WARPS], int& turn)
+                          Told<P>& told, int& turn)
         : shard_(shard),
           tile_(tile),
           numerics_(numerics_of<Numerics>(table, shard.tensor_amax, shard.delayed)),
-          of_warps_(of_warps),
+          told_(told),
           turn_(turn),
           cols_((int)shard.rowwise.grid.cols),
-          second_(SIDE == 32 && !SQUARE ? shard.columnwise.codes : nullptr) {}
+          second_(P::SECOND ? shard.columnwise.codes : nullptr) {}
 
     // Whether every vector can be read, and its codes written, at once.
     template <class T>
@@ -105,18 +118,17 @@ class PatchCast {
     template <class Nominal, class T>
     ZEROCAST_FN void at_once(const T* master) {
         Four four[VECTORS] = {};
-        u32 step = (u32)(P::DOWN * cols_);
-        int patch = threadIdx.x / 32, steps = tile_.steps;
-        Place<P> place(tile_, cols_, patch);
+        int patch = threadIdx.x / LANES, steps = tile_.steps;
+        Place place(tile_, cols_, patch);
         const T* from;
         int last;
         auto find = [&] {
-            i64 row = place.rows_left > 0 ? place.row : tile_.row_end - 1;
-            last = place.rows_left > 0 ? (place.rows_left - 1) / P::DOWN : 0;
+            i64 row = place.rows > 0 ? place.row : tile_.row_end - 1;
+            last = place.rows > 0 ? place.rows - 1 : 0;
             from = master + row * cols_ + Scalar::min(place.col, cols_ - 4);
         };
         auto ask = [&](int k) {
-            four[k].load_at_once(ahead(from, step * (u32)sizeof(T), Scalar::min(k, last)), steps);
+            four[k].load_at_once(ahead(from, cols_ * (u32)sizeof(T), Scalar::min(k, last)), steps);
         };
         find();
 #pragma unroll
@@ -128,13 +140,13 @@ class PatchCast {
             for (int k = 0; k < VECTORS; k++) four[k].forget_values();
             u8 *codes = of_codes(shard_.rowwise.codes, place), *second = of_codes(second_, place);
             int count = place.count;
-            place = Place<P>(tile_, cols_, patch += P::WARPS);
+            place = Place(tile_, cols_, patch += P::WARPS);
             find();
 #pragma unroll
             for (int k = 0; k < VECTORS; k++) {
                 Vec4 x = round_vec4<Nominal>(four[k].template values<T>());
                 encode(k, x, [&](bool is_second, u32 word) {
-                    u8* to = ahead(is_second ? second : codes, (u32)bytes_of<F>(step), k);
+                    u8* to = ahead(is_second ? second : codes, (u32)bytes_of<F>(cols_), k);
                     store_codes_at_once<F>(to, word, k < count);
                 });
                 ask(k);
@@ -148,7 +160,7 @@ class PatchCast {
         constexpr int A_BYTE = 8 / F::BITS;
 #pragma unroll 1
         for (int step = 0; step < tile_.steps; step++) {
-            Place<P> place(tile_, cols_, threadIdx.x / 32 + step * P::WARPS);
+            Place place(tile_, cols_, threadIdx.x / LANES + step * P::WARPS);
             Four four[VECTORS] = {};
             auto next = [&](Four last) {
                 Four first = four[0];
@@ -162,7 +174,7 @@ class PatchCast {
             for (int k = 0; k < VECTORS; k++) {
                 Four read{};
                 if (k < place.count)
-                    read.load_one_by_one(master + place.row_of(k) * cols_ + place.col, left);
+                    read.load_one_by_one(master + (place.row + k) * cols_ + place.col, left);
                 next(read);
             }
             measure<T>(place, four, [&](i32 amax) { return rounded_amax(amax, shard_.round_to); });
@@ -173,7 +185,7 @@ class PatchCast {
                              [&](auto nominal) { rounded = round_vec4<decltype(nominal)>(x); });
                 encode(k, rounded, [&](bool is_second, u32 word) {
                     u8* to = of_codes(is_second ? second_ : shard_.rowwise.codes, place)
-                             + bytes_of<F>(k * P::DOWN * (i64)cols_);
+                             + bytes_of<F>(k * (i64)cols_);
                     for (int b = 0; b < F::BITS / 2; b++) {
                         if (k < place.count && b * A_BYTE < left) to[b] = (u8)(word >> 8 * b);
                     }
@@ -186,73 +198,72 @@ class PatchCast {
     ZEROCAST_FN void close() const {
         if (!shard_.tensor_amax) return;
         i32 largest = __reduce_max_sync(ALL_LANES, largest_);
-        if (threadIdx.x % 32 == 0)
+        if (threadIdx.x % LANES == 0)
             atomicMax(global(shard_.tensor_amax), rounded_amax(largest, shard_.round_to));
     }
 
   private:
     // The code of the lane's first element in a patch.
-    ZEROCAST_FN u8* of_codes(u8* plane, const Place<P>& place) const {
+    ZEROCAST_FN u8* of_codes(u8* plane, const Place& place) const {
         return global(plane) + byte_of<F>(shard_, place.row * cols_ + place.col);
     }
 
     // What the patch's elements are multiplied by, from the amaxes of its blocks, which are stored.
-    // All lanes take part. `round` is that of an amax.
+    // All threads take part. `round` is that of an amax.
     template <class T, class Round>
-    ZEROCAST_FN void measure(const Place<P>& place, const Four (&four)[VECTORS],
-                             const Round& round) {
-        i32 of_vectors[VECTORS], of_columns[4] = {};
+    ZEROCAST_FN void measure(const Place& place, const Four (&four)[VECTORS], const Round& round) {
+        i32 of_vectors[VECTORS], down[4] = {};
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             i32 magnitude[4];
             magnitudes_of(four[k].template values<T>(), magnitude);
             of_vectors[k] = largest_of(magnitude);
-            for (int j = 0; j < 4; j++) of_columns[j] = Scalar::max(of_columns[j], magnitude[j]);
+            for (int j = 0; j < 4; j++) down[j] = Scalar::max(down[j], magnitude[j]);
         }
         const CodePlane& plane = shard_.rowwise;
-        i64 blocks_w = (u32)(cols_ + SIDE - 1) / SIDE, block_col = place.patch_col / SIDE;
-        int lane = threadIdx.x % 32;
+        int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, block_col = place.col / SIDE;
+        bool exists = block_col * SIDE < cols_;
+        i64 blocks_w = (u32)(cols_ + SIDE - 1) / SIDE;
         if constexpr (SQUARE) {
-            i32 largest = largest_of_all(of_vectors);
-            bool mine = lane == 0 && place.count > 0 && (!P::SHARES || threadIdx.x == 0);
-            i64 block = place.patch_row / SIDE * blocks_w + block_col;
+            i32 largest = of_vectors[0];
+#pragma unroll
+            for (int k = 1; k < VECTORS; k++) largest = Scalar::max(largest, of_vectors[k]);
+            largest = largest_of_lanes<P::ACROSS>(largest);
+            auto& told = told_.magnitudes[turn_ ^= 1];
+            if (lane % P::ACROSS == 0) told[warp][lane / P::ACROSS] = largest;
+            __syncthreads();
+            largest = largest_of_lanes<P::ACROSS>(told[lane % P::WARPS][lane / P::ACROSS]);
+            bool mine = warp == 0 && lane % P::ACROSS == 0 && place.rows > 0 && exists;
+            i64 block = place.row / SIDE * blocks_w + block_col;
             multiplier_ = multiplier_under(plane, block, largest, round, mine);
             return;
         }
-        i32 largest = largest_of_lanes<3>(of_vectors, 1);
+        i32 largest = largest_of_eight(of_vectors);
 #pragma unroll
-        for (int apart = 8; apart < P::ACROSS; apart *= 2)
+        for (int apart = VECTORS; apart < P::ACROSS; apart *= 2)
             largest = Scalar::max(largest, __shfl_xor_sync(ALL_LANES, largest, apart));
-        int vector = reversed<3>(lane);
-        bool mine = lane % P::ACROSS < 8 && place.has_row(vector);
-        i64 block = place.row_of(vector) * blocks_w + block_col;
+        int vector = reversed(lane);
+        bool mine = lane % P::ACROSS < VECTORS && vector < place.rows && exists;
+        i64 block = (place.row + vector) * blocks_w + block_col;
         multiplier_ = multiplier_under(plane, block, largest, round, mine);
         if (!second_) return;
-        largest = largest_of_lanes<2>(of_columns, 8);
-        int col = place.col + reversed<2>(lane / 8);
-        mine = col < cols_ && place.patch_row < tile_.row_end;
-        float multiplier = multiplier_under(shard_.columnwise, place.patch_row / SIDE * cols_ + col,
-                                            largest, round, mine);
+        auto& told = told_.magnitudes[turn_ ^= 1];
+        *(int4*)&told[warp][4 * lane] = int4{down[0], down[1], down[2], down[3]};
+        __syncthreads();
+        // A thread makes the multiplier of one column for all.
+        static_assert(!P::SECOND || P::WARPS * LANES == COLS,
+                      "there are as many threads as columns");
+        int column = threadIdx.x, col = place.col - 4 * lane + column;
+        largest = told[0][column];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            of_columns_[j] = __shfl_sync(ALL_LANES, multiplier, lane % 8 + 8 * reversed<2>(j), 32);
-        }
-    }
-
-    // The largest in the warp, or in the thread block.
-    ZEROCAST_FN i32 largest_of_all(const i32 (&of_vectors)[VECTORS]) {
-        i32 largest = of_vectors[0];
-#pragma unroll
-        for (int k = 1; k < VECTORS; k++) largest = Scalar::max(largest, of_vectors[k]);
-        largest = __reduce_max_sync(ALL_LANES, largest);
-        if constexpr (P::SHARES) {
-            // Two in turn, so that none is written anew before all have read it.
-            i32* of_warps = of_warps_[turn_ ^= 1];
-            if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
-            __syncthreads();
-            largest = __reduce_max_sync(ALL_LANES, of_warps[threadIdx.x % P::WARPS]);
-        }
-        return largest;
+        for (int w = 1; w < P::WARPS; w++) largest = Scalar::max(largest, told[w][column]);
+        i64 block_row = place.row / SIDE;
+        mine = block_row * SIDE < tile_.row_end && col < cols_;
+        told_.multipliers[column] =
+            multiplier_under(shard_.columnwise, block_row * cols_ + col, largest, round, mine);
+        __syncthreads();
+        float4 of_columns = *(const float4*)&told_.multipliers[4 * lane];
+        of_columns_ = Vec4{{of_columns.x, of_columns.y, of_columns.z, of_columns.w}};
     }
 
     // Of a block whose elements have this magnitude at most. Its amax is stored where it is `mine`.
@@ -269,32 +280,32 @@ class PatchCast {
     template <class Store>
     ZEROCAST_FN void encode(int k, const Vec4& x, const Store& store) const {
         float multiplier =
-            SQUARE ? multiplier_ : __shfl_sync(ALL_LANES, multiplier_, reversed<3>(k), 8);
+            SQUARE ? multiplier_ : __shfl_sync(ALL_LANES, multiplier_, reversed(k), VECTORS);
         Vec4 scaled;
         for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * multiplier;
         store(false, encode_vec4<F>(scaled));
         if (!second_) return;
-        for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * of_columns_[j];
+        for (int j = 0; j < 4; j++) scaled.x[j] = x.x[j] * of_columns_.x[j];
         store(true, encode_vec4<F>(scaled));
     }
 
     const CastShard& shard_;
     const PatchTile& tile_;
     Numerics numerics_;
-    i32 (*of_warps_)[P::WARPS];
+    Told<P>& told_;
     int& turn_;
     int cols_;
     u8* second_;
-    float multiplier_;     // of the lane's block: where they are rows, that of one vector
-    float of_columns_[4];  // in the second plane
-    i32 largest_ = 0;      // magnitude so far
+    float multiplier_;  // of the lane's block: where they are rows, that of one vector
+    Vec4 of_columns_;   // in the second plane
+    i32 largest_ = 0;   // magnitude so far
 };
 
 template <class Numerics, int SIDE, bool SQUARE>
-__global__ void __launch_bounds__(32 * Patch<SIDE, SQUARE>::WARPS, Patch<SIDE, SQUARE>::RESIDENT)
+__global__ void __launch_bounds__(Patch<SIDE, SQUARE>::WARPS* LANES, Patch<SIDE, SQUARE>::RESIDENT)
     partial_amax_cast(const CastShard* __restrict__ shards, const PatchTile* __restrict__ tiles,
                       i64 count, const __grid_constant__ NumericsTable table) {
-    __shared__ i32 of_warps[2][Patch<SIDE, SQUARE>::WARPS];
+    __shared__ Told<Patch<SIDE, SQUARE>> told;
     __shared__ CastShard shard;  // read at each patch, and where it would take registers
     constexpr int WORDS = sizeof(CastShard) / sizeof(i64);
     int turn = 0;
@@ -304,7 +315,7 @@ __global__ void __launch_bounds__(32 * Patch<SIDE, SQUARE>::WARPS, Patch<SIDE, S
         if (threadIdx.x < WORDS)
             ((i64*)&shard)[threadIdx.x] = ((const i64*)&shards[tile.weight])[threadIdx.x];
         __syncthreads();
-        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, of_warps, turn);
+        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, told, turn);
         bool at_once = false;
         with_master(shard, [&](auto* master) { at_once = cast.takes_vectors(master); });
         if (at_once) {

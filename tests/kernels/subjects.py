@@ -300,7 +300,7 @@ SUBJECTS: dict[str, Subject] = {
     "mx in one pass": read_once(
         [
             two_planes(MXNumerics(), BlockGrid(*shape, 1, 32), 32)
-            for shape in ((100, 358), (70, 644))
+            for shape in ((100, 358), (70, 644), (40, 160))
         ]
     ),
     "squares of 32 in one pass": read_once(

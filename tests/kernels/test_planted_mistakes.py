@@ -196,14 +196,15 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
     ("subject", "right", "wrong"),
     [
         ("fp8", "turn_ ^= 1", "turn_ = 0"),
-        ("fp8", "(place.rows_left - 1) / P::DOWN", "place.rows_left / P::DOWN"),
+        ("fp8", "place.rows - 1 : 0", "place.rows : 0"),
         ("fp8", "k < count", "k < count - 1"),
         ("fp8", "b * A_BYTE < left", "b * A_BYTE + 1 < left"),
-        ("mx", "patch_col < cols ?", "patch_col < cols + 512 ?"),
+        ("mx", "col < cols ? rows", "col <= cols ? rows"),
         ("mx", "cols_ - 4", "cols_ - 3"),
-        ("mx", "vector * P::DOWN < rows_left", "vector * P::DOWN + 1 < rows_left"),
-        ("mx", "reversed<2>(j)", "j"),
-        ("mx", "col < cols_ && place.patch_row", "col <= cols_ && place.patch_row"),
+        ("mx", "vector < place.rows", "vector + 1 < place.rows"),
+        ("mx", "block_col * SIDE < cols_", "block_col * SIDE <= cols_"),
+        ("mx", "told[w][column]", "told[0][column]"),
+        ("mx", "row_end && col < cols_", "row_end && col <= cols_"),
     ],
 )
 def test_a_wrong_line_of_one_pass(subject: str, right: str, wrong: str) -> None:

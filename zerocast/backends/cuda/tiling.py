@@ -38,9 +38,11 @@ least. Fewer leave a thread without several loads in flight, more leave processo
 SQUARE = 128, 128
 """A tile that is transposed: bytes along both sides."""
 
+PATCH = 8, 128
+"""What a warp of partial_amax_cast takes at once: rows and columns."""
+
 PATCHES = 16
-"""Patches of a tile of partial_amax_cast, of 1,024 elements each; twice as many where sixteen warps
-hold a block."""
+"""Patches of a tile of partial_amax_cast; twice as many where sixteen warps share a block."""
 
 CHOSEN = 1, 8
 """A tile of select: rows of blocks, and blocks side by side."""
@@ -148,25 +150,22 @@ def patch_tiles(
     """
     table, downs, acrosses = [], [], []
     for weight, grid, extent in zip(weights, grids, extents, strict=True):
-        side = grid.block_w
-        rows = 1024 // side  # of a patch
-        patches = PATCHES
-        if grid.block_h > rows:
-            warps = side // rows
-            down, patches = warps, 2 * warps
-        else:
-            warps = 4
-            across = min(PATCHES, 1 << (ceil_div(grid.cols, side) - 1).bit_length())
-            down = PATCHES // across
-        height, width = down * rows, patches // down * side
+        (rows, cols), side = PATCH, grid.block_w
+        # Warps share blocks of several rows, and those of a second plane beside blocks of 1x32.
+        shares = grid.block_h > 1 or side < cols
+        warps = side // rows if shares else 4
+        patches = max(PATCHES, 2 * warps)
+        most = patches // warps if shares else patches  # side by side
+        down = patches // min(most, 1 << (ceil_div(grid.cols, cols) - 1).bit_length())
+        height, width = down * rows, patches // down * cols
         begin, end = extent.start // grid.cols, extent.end // grid.cols
-        table.append((weight, grid.cols, begin, end, side, height, width, down, warps))
+        table.append((weight, grid.cols, begin, end, height, width, down, warps))
         downs.append(ceil_div(end - begin, height))
         acrosses.append(ceil_div(grid.cols, width))
     fields, group, column = _laid_out(table, [0] * len(table), downs, acrosses)
-    weight_of, cols, begin_of, end_of, side_of, height_of, width_of, down_of, warps_of = fields
+    weight_of, cols_of, begin_of, end_of, height_of, width_of, down_of, warps_of = fields
     row, col = begin_of + group * height_of, column * width_of
-    columns = (torch.minimum(cols - col, width_of) + side_of - 1) // side_of  # of patches
+    columns = (torch.minimum(cols_of - col, width_of) + PATCH[1] - 1) // PATCH[1]  # of patches
     steps = (columns * down_of + warps_of - 1) // warps_of
     log2_down = down_of.double().log2().long()
     first = weight_of + (log2_down << 32) + (steps << 48)
