@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -363,34 +364,11 @@ def test_claims(claim: str, block: tuple[int, int]) -> None:
     check(claim, *block)
 
 
-MISTAKES = """
-numbers_belong_to_one_block, block_grid: % self.cols // self.block_w -> // self.block_w
-numbers_belong_to_one_block, block_grid: self.block_h * self.blocks_w -> self.block_h * self.block_w
-owners_have_one_block_each, block_grid: ceil_div(in_row, self.block_w) -> in_row // self.block_w
-owners_have_one_block_each, block_grid: self.block_w), self.blocks_w) -> self.block_w), self.cols)
-touched_blocks_hold_all_elements, block_grid: ceil_div(extent.end, -> ceil_div(extent.end - 31,
-boundaries_cut_blocks_of_both_sides, shared_blocks: | (row == rows - 1) -> | (row == rows)
-boundaries_cut_blocks_of_both_sides, shared_blocks: -(-col // block_w) -> col // block_w
-later_boundaries_cut_later_blocks, shared_blocks: above == 0 -> above != 0
-tiles_with_elements_are_met, tiling: + ends_early <= bottom -> + ends_early < bottom
-tiles_with_elements_are_met, tiling: (first_col >= col + cols) -> (first_col >= col)
-tiles_with_elements_are_met, tiling: (last_col < col) -> (last_col <= col)
-tiles_hold_their_elements, tiling: torch.minimum(matrix_cols - col, width) -> width
-tiles_share_no_element, tiling: part * height, column * width -> part * height, column
-whole_rows_do_not_overflow, whole_rows: height * grids[0].cols, -> height * grids[0].cols * 16,
-chunks_cover_once, extent: min((rank + 1) * most, length) -> (rank + 1) * most
-extents_intersect_as_sets, extent: max(start, min(self.end, other.end)) -> max(start, self.end)
-flat_ranges_share_no_byte, flat_layout: ALIGNMENT = 128 -> ALIGNMENT = 1
-flat_ranges_share_no_byte, flat_layout: owned.intersect(w).shifted(-w.start) -> owned.intersect(w)
-whole_rows_hold_whole_blocks, whole_rows: -(-extent.start // row) * row -> extent.start // row * row
-bytes_have_one_writer, packing: -(-end * fmt.bits // 8) -> end * fmt.bits // 8
-accepted_partitions_cover_once, flat_layout: if extent.start < reached: -> if extent.end < reached:
-accepted_partitions_cover_once, flat_layout: if reached < numel: -> if reached < numel - 1:
-ranges_do_not_overflow, packing: -(-end * fmt.bits // 8) -> -(-end * fmt.bits * 64 // 512)
-"""
+MISTAKES = Path(__file__).with_name("planted_mistakes.txt").read_text().splitlines()
+"""Of which claim, in which module, and the right text -> the wrong one."""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_refuted(mistake: str) -> None:
     """The solver finds numbers for which a wrong line gives something wrong."""
     place, _, change = mistake.partition(": ")
