@@ -118,24 +118,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="NAME")
     parser.add_argument("--backends", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON lines: what was visited is left out")
+    parser.add_argument("--out", type=Path, default=os.devnull,
+                        help="JSON lines: what was visited is left out")  # fmt: skip
     given = parser.parse_args(arguments)
 
-    lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
-    earlier = (Visited(*json.loads(line)) for line in lines)
-    done = [each for each in earlier if each.sources == hash_of_arithmetic()]
     chunks = {(claim, name, start, min(start + CHUNK, CLAIMS[claim].items))
               for name in given.backends for claim in given.claims
               for start in range(0, CLAIMS[claim].items, CHUNK)}  # fmt: skip
-    left = chunks - {each[:4] for each in done}
-    with tempfile.TemporaryDirectory() as builds:
+    with tempfile.TemporaryDirectory() as builds, given.out.open("a+") as out:
+        out.seek(0)
+        earlier = (Visited(*json.loads(line)) for line in out)
+        done = [each for each in earlier if each.sources == hash_of_arithmetic()]
+        left = chunks - {each[:4] for each in done}
         os.environ.setdefault(BUILDS, builds)
         with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
             for each in pool.imap(visit, sorted(left, key=lambda chunk: chunk[2])):
                 done.append(each)
-                if given.out is not None:
-                    with given.out.open("a") as file:
-                        file.write(json.dumps(each) + "\n")
+                print(json.dumps(each), file=out, flush=True)
     print(table(done))
 
 

@@ -249,8 +249,6 @@ class Simulated(InProcessCommunicator):
         LOCAL.rank = self
         try:
             end = body(self)
-        except Killed:
-            end = "dead", []
         except BaseException as error:
             end = error
         self._ops.put(("end", end))
@@ -379,10 +377,10 @@ def live(scenario: Scenario, whole: Any, events: Sequence[Move], comm: Simulated
             comm.steps.settle()
             use(made)
             end = "done"
-        except (errors.ZerocastError, OSError) as error:  # noqa: PERF203
+        except (errors.ZerocastError, OSError, Killed) as error:  # noqa: PERF203
             first = error.__cause__ or error.__context__  # of which this one came
-            cause = first if isinstance(first, OSError | Killed) else error
-            end = next(end for kind, end in CAME_OF if isinstance(cause, kind))
+            shown = (error, first) if isinstance(first, OSError | Killed) else (error,)
+            end = next(end for kind, end in CAME_OF for e in shown if isinstance(e, kind))
             if end.startswith("again"):
                 comm.come_to("do", end)
                 end = "" if comm.steps or "partial_amax" not in comm.names else "refused"

@@ -65,13 +65,12 @@ def package_of(name: str) -> Package:
     Raises:
         InputError: where there is none, or it is not installed.
     """
-    make = PACKAGES.get(name, partial(pkgutil.resolve_name, name))
     if name not in PACKAGES and ":" not in name:
         known = ", ".join(PACKAGES)
         needed = "module:attribute that is a zerocast.conformance.Package"
         raise InputError(f"PACKAGE must be one of {known}, or {needed}, got {name!r}.")
     try:
-        found = make()
+        found = PACKAGES[name]() if name in PACKAGES else pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         message = f"{name} cannot be measured: {error}; install it, and try again."
         raise InputError(message) from error
@@ -105,8 +104,7 @@ def _zerocast() -> Package:
 
 
 def _torch() -> Package:
-    names = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e8m0": "float8_e8m0fnu"}
-    dtypes = {fmt: getattr(torch, name) for fmt, name in names.items()}
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu}
     encodes = _each(lambda dtype, x: x.to(dtype).view(torch.uint8), dtypes)
     decodes = _each(lambda dtype, codes: codes.view(dtype).float(), dtypes)
     return Package(name="torch", encodes=encodes, decodes=decodes)
