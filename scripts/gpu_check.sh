@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in stages that run one by one or together, each within a limit of its own:
 #
 #   compile      all kernels for this GPU, by all cores, into the user's cache                              60 s
-#   smoke        a little of every recipe and fused operation has the reference's bytes                     90 s
+#   smoke        a little of every recipe, function and norm has the reference's bytes                     90 s
 #   speed        the benchmark's table: llama-like, expert-like and narrow weights, all recipes            270 s
 #   tests        the tests marked cuda: graphs, threads and streams first, then equality                   300 s
 #   sanitizers   compute-sanitizer over a plan of every recipe, our kernels alone                          400 s

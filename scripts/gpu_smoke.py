@@ -1,8 +1,8 @@
 """What has to be true before a GPU's time is worth measuring: every kernel compiles, and a little
-of every recipe and fused operation has the reference's bytes.
+of every recipe, function and norm has the reference's bytes.
 
     gpu_smoke.py compile   machine code of all kernels for this GPU, by all cores, into the cache
-    gpu_smoke.py smoke     casts by plans on two ranks, quantized and decoded tensors, fused ones
+    gpu_smoke.py smoke     casts by plans on two ranks, quantized and decoded tensors, functions
 
 Each kernel and each subject is a row (bench_rows.py) of OUTPUT, so one that takes the process down
 leaves the others.

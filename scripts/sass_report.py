@@ -107,9 +107,7 @@ INSTANCES = {
     "dequantize": [
         f"{kind}, {shape}" for kind in [*FP8, *DELAYED, *MXFP4, *NVFP4] for shape in SHAPES
     ],
-    "fused_op": [f"{function}, {tile}" for function in ("ElementWise", "Norm") for tile in (
-        *(f"{kind}, LOW" for kind in ["NoNumerics", *FP8, *DELAYED, *MXFP4, "NVFP4Numerics"]),
-        "Float8Numerics<E4M3>, TALL", "Float8Numerics<E5M2>, TALL")],
+    "fused_op": ("false", "true"),
     "copy_codes": ("false", "true"),
     "digest": [""],
     "write_words": [""],
@@ -124,7 +122,7 @@ KERNELS = [
 ]
 
 REPEATED = re.compile(
-    r"E5M2|fused_op.*(Delayed|MXNumerics<E2M1)|partial_select<false"
+    r"E5M2|partial_select<false"
     r"|partial_cast<(MXNumerics<E4M3|FourOverSix|MXNumerics<E2M1.* Tile>|.*Stochastic.*Tile32x256)"
 )  # fmt: skip
 """Kernels whose loops another one has, but for constants and for what a tile does outside of them:
@@ -137,8 +135,8 @@ RESIDENT = {
     "partial_amax<Tile32x256": (128, 5), "partial_amax": (128, 6), "partial_select": (128, 5),
     "partial_cast.*Tile32x256": (128, 5), "partial_cast<Delayed": (128, 5),
     "partial_cast.*Stochastic": (128, 5), "partial_cast": (128, 6),
-    "transpose": (256, 3), "TALL": (512, 1), "fused_op<ElementWise": (256, 3),
-    "fused_op<Norm": (256, 2), "copy_codes": (128, 6), "probe_read": (256, 4), "": (128, 8),
+    "transpose": (256, 3), "fused_op<false": (128, 6), "copy_codes": (128, 6),
+    "probe_read": (256, 4), "": (128, 8),
 }  # fmt: skip
 """Threads of a block, and the blocks that a multiprocessor's registers must hold: of the first row
 whose pattern is found."""

@@ -25,7 +25,7 @@ enum FunctionId : i64 {
     FUNCTION_RMSNORM = 7,
 };
 
-// One tensor, and what is computed of it. The CPU takes FP32 only, and writes FP32 that is rounded.
+// One tensor, and what is computed of it, and rounded.
 struct FusedTable {
     i64 function;  // FunctionId
     i64 eps;       // FP32 bit pattern
@@ -36,7 +36,7 @@ struct FusedTable {
     const void* source;                       // [rows, cols], or [rows, 2 * cols] of swiglu
     const void* weight;                       // [cols] or null
     const void* bias;                         // [cols] or null
-    void* output;                             // [rows, cols] or null
+    void* output;                             // [rows, cols]
     float* mean;                              // [rows] or null
     float* rstd;                              // [rows] or null
 
@@ -228,7 +228,7 @@ struct RowStatistics {
 
     // The sum divided by the number of terms; mean_low is what rounding the quotient lost.
     ZEROCAST_FN void set_mean(const Sum& sum, i64 cols) {
-        float n = (float)(i32)cols;
+        float n = (float)cols;
         mean = Scalar::divide(sum.high, n);
         Sum product = exact_product(mean, n);
         mean_low = Scalar::divide(((sum.high - product.high) - product.low) + sum.low, n);
@@ -236,15 +236,11 @@ struct RowStatistics {
 
     // From the sum of squares of centered elements.
     ZEROCAST_FN void set_rstd(float squares, i64 cols, float eps) {
-        float variance = Scalar::divide(squares, (float)(i32)cols) + eps * power * power;
+        float variance = Scalar::divide(squares, (float)cols) + eps * power * power;
         // Of equal elements only eps is left, and of very large ones eps * power * power is 0.
         bool equal = squares == 0.0f;
         if (equal) variance = eps;
-#ifdef __CUDA_ARCH__
-        float root = __fsqrt_rn(variance);
-#else
-        float root = __builtin_sqrtf(variance);
-#endif
+        float root = Scalar::sqrt(variance);
         if (equal) root = root * power;
         rstd = Scalar::divide(1.0f, root);
     }

@@ -32,17 +32,23 @@ ZEROCAST_FN void with_nominal(i64 nominal, const Work& work) {
         work(Fp32{});
 }
 
+// Calls work(elements) with a pointer to them in their dtype, the number of a nominal one.
+template <class Work>
+ZEROCAST_FN void with_elements(const void* data, i64 dtype, const Work& work) {
+    if (dtype == NOMINAL_BF16)
+        work((const Bf16*)data);
+    else if (dtype == NOMINAL_FP16)
+        work((const Fp16*)data);
+    else
+        work((const float*)data);
+}
+
 // Calls work(master) with the shard's master, a pointer to its elements, as if it were the whole
 // weight.
 template <class Work>
 ZEROCAST_FN void with_master(const CastShard& shard, const Work& work) {
     const Master& master = *shard.master;
-    if (master.dtype == NOMINAL_BF16)
-        work((const Bf16*)master.data - shard.start);
-    else if (master.dtype == NOMINAL_FP16)
-        work((const Fp16*)master.data - shard.start);
-    else
-        work((const float*)master.data - shard.start);
+    with_elements(master.data, master.dtype, [&](auto* x) { work(x - shard.start); });
 }
 
 // As with_master, and says what the elements are rounded to: work(master, Bf16{}), say. That is

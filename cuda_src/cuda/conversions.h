@@ -14,7 +14,7 @@ inline namespace ZEROCAST_ISA {
 
 #ifdef ZEROCAST_CONVERTS
 // A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN. What is
-// stored in high precision goes through store_some (fused_tile.h).
+// stored in high precision goes through store_rounded (fused_op.cu).
 template <class Nominal>
 ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
     return q;

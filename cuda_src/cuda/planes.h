@@ -127,7 +127,7 @@ ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile, co
     }
 }
 
-// --- small squares of codes, transposed in the registers of one thread ---
+// --- a small square of codes, transposed in the registers of one thread ---
 
 // Four words, the rows of 4x4 bytes, become the columns.
 ZEROCAST_FN void transpose_4x4(u32 (&w)[4]) {
@@ -137,19 +137,6 @@ ZEROCAST_FN void transpose_4x4(u32 (&w)[4]) {
     w[1] = __byte_perm(low01, low23, 0x7632);
     w[2] = __byte_perm(high01, high23, 0x5410);
     w[3] = __byte_perm(high01, high23, 0x7632);
-}
-
-// The same of 4x4 nibbles, four in the low half of each word.
-ZEROCAST_FN void transpose_4x4_nibbles(u32 (&w)[4]) {
-    u32 column[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        column[j] = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) column[j] |= (w[i] >> 4 * j & 0xFu) << 4 * i;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) w[j] = column[j];
 }
 
 }  // namespace ZEROCAST_ISA

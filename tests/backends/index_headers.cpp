@@ -160,11 +160,11 @@ ANSWER of_tile_32x256(const i64* in, i64* out) {
     return count + put(out + count, ((const Tile32x256*)(in + 7))->first_column(grid_of(in)));
 }
 
-// Of four words of four bytes, or of four nibbles.
+// Of four words of four bytes.
 ANSWER transposed(const i64* in, i64* out) {
-    u32 bytes[4], nibbles[4];
-    for (int i = 0; i < 4; i++) bytes[i] = nibbles[i] = in[i];
-    transpose_4x4(bytes), transpose_4x4_nibbles(nibbles);
-    for (int i = 0; i < 4; i++) out[i] = bytes[i], out[4 + i] = nibbles[i];
-    return 8;
+    u32 bytes[4];
+    for (int i = 0; i < 4; i++) bytes[i] = in[i];
+    transpose_4x4(bytes);
+    for (int i = 0; i < 4; i++) out[i] = bytes[i];
+    return 4;
 }

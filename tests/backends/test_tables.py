@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.operations import operand, plane
-from zerocast.backends.cuda.fused_ops import fused_plane_fields, fused_task
 from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.tables import (
     adamw_row,
@@ -76,7 +75,7 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 NUMERICS = (Float8Numerics(E4M3), Float8DelayedNumerics(E4M3), MXNumerics(), NVFP4Numerics())
-TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.float32)
+TARGET = FusedOperand(FusedOp("relu"), torch.zeros(16, 16), torch.zeros(16, 16))
 UPDATE = AdamWUpdate(ONE, ONE, ONE, ONE, ONE, AdamWNumbers(1, 1, 1, False, 1, 1, 1, 1, 1))
 WRITERS = {
     "Master": lambda o: Masters(1).table[0].tolist(),
@@ -94,8 +93,6 @@ WRITERS = {
     "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),
     "FusedTable": lambda o: fused_row(TARGET, address),
-    "FusedPlane": lambda o: fused_plane_fields(FULL, (4, 4), address),
-    "FusedTask": lambda o: fused_task(None, TARGET, [], 1, address),
 }
 
 

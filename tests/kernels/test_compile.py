@@ -41,7 +41,7 @@ def is_telling(kernel: str, arch: str) -> bool:
     """Whether no other kernel or architecture shows the same: one that is not REPEATED, for sm_90,
     and for sm_100a where it has bars there or encodes FP4, whose text differs.
     """
-    encodes = re.match(r"(partial_cast|fused_op).*(E2M1|NVFP4)", kernel)
+    encodes = re.match(r"partial_cast.*(E2M1|NVFP4)", kernel)
     elsewhere = arch == "sm_100a" and (has_bars(kernel, arch) or encodes)
     return not REPEATED.search(kernel) and (arch == "sm_90" or bool(elsewhere))
 
@@ -136,10 +136,8 @@ def ptx(kernels: list[str], arch: str, *options: str) -> str:
         nvrtc.destroyProgram(program)
 
 
-ALIKE = re.compile(
-    "Tile32x256|fused_op.*(<E4M3>, LOW|MX)|partial_amax_cast.*(E2M1|true)|" + REPEATED.pattern
-)
-"""Kernels whose formulas another has: in other tiles, or shared by casts and fused operations."""
+ALIKE = re.compile("Tile32x256|partial_amax_cast.*(E2M1|true)|" + REPEATED.pattern)
+"""Kernels whose formulas another has, in other tiles."""
 
 
 @pytest.mark.parametrize("every", [False, nightly(True)])

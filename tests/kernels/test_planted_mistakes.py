@@ -40,17 +40,14 @@ SOURCES = {
     "partial_amax_cast": ("mx in one pass", "fp8 in one pass"),
     "transpose": PLANES,
     "dequantize": (*PLANES, *ROW_BLOCKS),
-    "fused_op": ("silu",),
+    "fused_op": ("silu", "swiglu", "layernorm"),
     "expand_scales": ("expanded",),
     "digest": ("digests",),
     "compute_scale": ("nvfp4 drawn", "mxfp8"),
     "copy_codes": ("copied codes",),
     "adamw": ("adamw",),
 }
-# The files of the fused kernel.
-KERNEL, TILE, PLANE = "cuda/fused_op.cu", "cuda/fused_tile.h", "cuda/fused_plane.h"
-FORMULAS = "arithmetic/fused_op.h"
-BARRIER_FILES = {source: f"cuda/{source}.cu" for source in SOURCES} | {"fused_op": PLANE}
+BARRIER_FILES = {source: f"cuda/{source}.cu" for source in SOURCES}
 
 
 def is_caught(mistake: Mistake, subjects: tuple[str, ...] | None = None) -> bool:
@@ -76,7 +73,7 @@ def shows(mistake: Mistake, subjects: tuple[str, ...]) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("source", "subjects"), [*SOURCES.items(), ("fused_op", ("layernorm",))])
+@pytest.mark.parametrize(("source", "subjects"), SOURCES.items())
 def test_without_a_mistake_nothing_is_seen(source: str, subjects: tuple[str, ...]) -> None:
     """An edit that changes nothing passes, so what the other tests see is the mistake."""
     assert not is_caught(Mistake(source, f"cuda/{source}.cu", "zerocast", "zerocast"), subjects)
@@ -101,12 +98,6 @@ def barriers() -> list[tuple[str, int]]:
 def test_a_missing_barrier(source: str, nth: int) -> None:
     """Each barrier of each kernel is needed, and its absence shows in some order of threads."""
     assert is_caught(Mistake(source, BARRIER_FILES[source], BARRIER, "", nth))
-
-
-def test_a_missing_barrier_of_a_warp() -> None:
-    """So does that of the barrier between the statistics of a warp's rows and their use."""
-    mistake = Mistake("fused_op", KERNEL, "__syncwarp();", "", 1)
-    assert is_caught(mistake, ("layernorm",))
 
 
 def test_every_barrier_is_tried() -> None:
@@ -262,22 +253,24 @@ def test_another_order_of_sums(source: str, right: str, wrong: str) -> None:
     assert is_caught(Mistake(source, "cuda/four_over_six.h", right, wrong))
 
 
+KERNEL, FORMULAS = "cuda/fused_op.cu", "arithmetic/fused_op.h"
+
+
 @first_of_each(
     ("subject", "file", "right", "wrong"),
     [
-        ("silu", TILE, "count >= 4 ? 4", "count >= 3 ? 4"),
-        (
-            "silu",
-            "cuda/fused_plane.h",
-            "tile_.has_row(i) ? existing",
-            "tile_.row(i) <= 0 ? existing",
-        ),
-        ("silu", PLANE, "largest >= INFINITY_BITS", "largest > 0"),
-        ("silu", PLANE, "r < scales.rows", "r + 1 < scales.rows"),
-        ("silu", PLANE, "log2_w == 0 ? j : 0", "log2_w == 0 ? 0 : 0"),
+        ("silu", KERNEL, "count >= 4 ? 4", "count >= 3 ? 4"),
+        ("silu", KERNEL, "if (j < left) to[j]", "if (j <= left) to[j]"),
+        ("silu", KERNEL, "unit % pieces", "0"),
+        ("silu", KERNEL, "unit < units", "unit + 1 < units"),
+        ("silu", KERNEL, "x[j - 1] = x[j];", ""),
         ("silu", FORMULAS, "x * e.mantissa, x)", "x, x)"),
-        ("layernorm", FORMULAS, "+ eps * power * power", "+ eps * 2.0f"),
+        ("swiglu", KERNEL, "at + table.cols,", "at,"),
+        ("swiglu", KERNEL, "second[j - 1] = second[j];", ""),
         ("layernorm", KERNEL, "if (j < left) work", "work"),
+        ("layernorm", KERNEL, "k += PIECE", "k += ACROSS"),
+        ("layernorm", KERNEL, "n = LANES / 2", "n = LANES / 4"),
+        ("layernorm", FORMULAS, "+ eps * power * power", "+ eps * 2.0f"),
         ("layernorm", FORMULAS, "add(part[i], part[i + n])", "add(part[i], part[i + 1])"),
     ],
     columns=2,

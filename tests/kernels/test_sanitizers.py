@@ -71,7 +71,7 @@ for isa in native_library.instruction_sets(native_library.load()):
         backend.partial_amax([shard], masters)()
         for function in FUNCTIONS:
             target = float64_target(FusedOp(function, 1e-5), ends.view(2, 36), nominal)
-            backend.fused_op(None, target)()
+            backend.fused_op(target)()
     backend.digest([DigestedBytes(drawn(count), first) for first, count in RANGES], sums)()
     check(backend)
 print("clean", flush=True)
@@ -109,7 +109,7 @@ def test_kernels(name: str, flags: str) -> None:
         ("asan", "ADDRESSES", ("partial_cast", "cuda/tiles.h", "element < end", "element <= end"),
          "AddressSanitizer: heap-buffer-overflow"),
         ("asan", "ADDRESSES",
-         ("fused_op", "cuda/fused_plane.h", "if (!tile_.has_row(i)) continue;", ""),
+         ("fused_op", "cuda/fused_op.cu", "unit < units", "unit <= units"),
          "AddressSanitizer: heap-"),  # a row further on may lie in memory that was freed
         ("tsan", "THREADS",
          ("dequantize", "cuda/dequantize.cu", "__syncthreads();\n        decode_tile",
@@ -124,7 +124,7 @@ def test_kernels(name: str, flags: str) -> None:
 def test_a_mistake_in_a_kernel_is_seen(
     name: str, flags: str, mistake: tuple[str, ...], found: str
 ) -> None:
-    """A master read one element past the shard's end, rows of codes written past the last one, and
+    """A master read one element past the shard's end, a row read and written past the last one, and
     memory written while other threads read it, are found by the sanitizer itself.
     """
     done = under_the_sanitizer(name, PROGRAM, flags, *mistake, timeout=1700)

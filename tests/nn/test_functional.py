@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
-from tests.support.fused_ops import RECIPES, USAGES, quantizer_of, state_of
+from tests.support.fused_ops import FUNCTIONS, RECIPES, USAGES, quantizer_of, state_of
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import InputError
 from zerocast.nn import functional as F
@@ -99,6 +100,35 @@ def test_codes_are_those_of_the_rounded_result(name, recipe, usage):
             if remembered is not None:
                 assert_same_bytes(remembered.amaxes, expected.amaxes, f"amaxes of {name}")
                 assert places.isdisjoint(t.data_ptr() for t in remembered.tensors.values())
+
+
+class Matrices(TorchDispatchMode):
+    """Keeps the floating-point tensors of ``numel`` elements that torch's operations make."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.made = numel, dict[int, torch.Tensor]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if (
+            isinstance(made, torch.Tensor)
+            and made.is_floating_point()
+            and made.numel() == self.numel
+        ):
+            self.made[made.untyped_storage().data_ptr()] = made
+        return made
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_result_is_made_once(function):
+    """Beside the codes a call makes one matrix, of the rounded dtype, on the native backend."""
+    x, quantizer = draw(48, 128), quantizer_of(RECIPES["current"], (True, False))
+    made = Matrices(48 * 64 if function == "swiglu" else 48 * 128)
+    with zerocast.use_backend("cpu"), made:
+        F.apply_fused(FusedOp(function), x, quantizer, dtype=torch.float16)
+    own = [tensor.dtype for place, tensor in made.made.items() if place != x.data_ptr()]
+    assert own == [torch.float16]
 
 
 def test_straight_from_fp32():

@@ -139,7 +139,7 @@ def rows_of_every_kind(cols: int) -> Iterator[tuple[str, torch.Tensor]]:
 def float64_target(
     op: FusedOp, x: torch.Tensor, round_to: torch.dtype, **given: torch.Tensor
 ) -> FusedOperand:
-    """A target with an output."""
+    """A target with an output of ``round_to``."""
     cols = x.shape[1] // (2 if op.function == "swiglu" else 1)
     output = torch.empty(x.shape[0], cols, dtype=round_to)
-    return FusedOperand(op, x, round_to, output=output, **given)
+    return FusedOperand(op, x, output, **given)

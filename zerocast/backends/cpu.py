@@ -13,13 +13,12 @@ import itertools
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from threading import get_ident
 
 import torch
 
 from zerocast.backends import native_library, tables
-from zerocast.backends.fused_ops import fused_row, with_casts
+from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
@@ -195,23 +194,8 @@ class CpuBackend(ReferenceBackend):
         self._launch("runs", None, rows, (comparisons, sizes, data))()
         return [(each, *size) for each, size in zip(comparisons, sizes.tolist(), strict=True)]
 
-    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
-        return with_casts(self, numerics, target, self._result)
-
-    def _result(self, target: FusedOperand) -> torch.Tensor:
-        """Return the rounded result of an operation, FP32 [M, K]."""
-        output = target.output
-        if output is None or output.dtype != torch.float32:
-            output = torch.empty(target.rows, target.cols, dtype=torch.float32, device="cpu")
-        in_fp32 = replace(
-            target,
-            source=target.source.float(),
-            weight=None if target.weight is None else target.weight.float(),
-            bias=None if target.bias is None else target.bias.float(),
-            output=output,
-        )
-        self._launch("fused_op", None, [fused_row(in_fp32, _address)], ())()
-        return output
+    def fused_op(self, target: FusedOperand) -> Launch:
+        return self._launch("fused_op", None, [fused_row(target, _address)], (target,))
 
     def _launch(
         self,

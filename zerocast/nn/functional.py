@@ -1,4 +1,4 @@
-"""Operations of layers whose result is quantized as it is made.
+"""Operations of layers whose result is quantized.
 
     relu, gelu, silu, swiglu      a function of each element
     layernorm, rmsnorm            a norm of each row
@@ -11,15 +11,12 @@ it returns the rounded result. No gradient flows through these functions: the la
 backward themselves (:mod:`zerocast.nn.fused`). :func:`apply_fused` is the general form of all but
 ``linear``.
 
-Note: one kernel
-~~~~~~~~~~~~~~~~
-On CUDA each function but ``linear``, whose product is the library's, is one kernel that reads the
-source and writes the codes of both planes. It writes the result in high precision only with
-``output=True``. Delayed scaling, MXFP8 and FP8 blocks take one launch: the scale is known, or a
-thread block holds the whole block. A scale that needs the amax of the tensor (current scaling,
-NVFP4) or of whole rows and columns (row-wise FP8) takes two launches: the first takes the amaxes,
-and the second computes everything again and casts. 4-over-6 and stochastic rounding cast the
-rounded result as weights are cast.
+Note: the result is written once
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each function but ``linear``, whose product is the library's, is one kernel, or one native loop,
+that reads the source and writes the result in its rounded dtype; the operations that cast any other
+tensor read it there. With ``output=True`` the caller gets it, too; else its memory is free when the
+call returns. What that costs in memory traffic is in docs/NUMERICS.md, "Activations and norms".
 """
 
 from typing import Literal
@@ -80,7 +77,7 @@ def swiglu(x: torch.Tensor, quantizer: Quantizer | None = None, *, output: bool 
 
 
 def cast(x: torch.Tensor, quantizer: Quantizer, *, output: bool = False) -> Result:
-    """``x`` itself, quantized: rowwise codes, and columnwise ones in the same pass."""
+    """``x`` itself, quantized, as by ``quantizer.quantize``; ``output`` is a copy of it."""
     return apply_fused(FusedOp("identity"), x, quantizer, output=output).result
 
 

@@ -1,14 +1,15 @@
-"""Norms and activations whose result is quantized as it is made, and their gradients.
+"""Norms and activations whose result is quantized, and their gradients.
 
-:func:`apply_fused` is the general form of the operations of :mod:`zerocast.nn.functional`: the
-result is rounded and quantized in one operation of the backend. Where nothing is quantized, layers
-compute the same by torch's functions (:func:`in_high_precision`).
+:func:`apply_fused` is the general form of the operations of :mod:`zerocast.nn.functional`: one
+operation of the backend computes the result and writes it, rounded once to the nominal dtype, and
+what is cast is that, as any other tensor. Where nothing is quantized, layers compute the same by
+torch's functions (:func:`in_high_precision`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,10 +17,10 @@ from zerocast.arguments import check_flag, check_number, check_tensor, present, 
 from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.quantizer import Quantizer
-from zerocast.numerics import FusedOp, FusedOperand, PlaneBuffers, can_fuse
+from zerocast.numerics import FusedOp, FusedOperand
 from zerocast.numerics.fused_ops import Function
 from zerocast.recipes import NOMINAL_DTYPES, check_nominal
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.quantize import quantize_into
 
 Result = torch.Tensor | tuple[QuantizedTensor, torch.Tensor]
@@ -89,38 +90,28 @@ def apply_fused(
         out = quantizer.make_empty(shape, dtype=dtype, device=x.device)
     else:
         quantizer.check_out(out, torch.empty((), dtype=dtype, device=x.device).expand(shape))
-    # The scales of a tensor-parallel shard wait for the amaxes of other ranks.
-    in_one_pass = (
-        quantizer is not None and quantizer.tp_shard is None and can_fuse(quantizer.recipe.numerics)
-    )
     source = plain(x).reshape(-1, x.shape[-1]).contiguous()
     round_to = dtype if quantizer is None else quantizer.recipe.round_to(dtype)
 
-    def empty(is_wanted: bool, dtype: torch.dtype, *cols: int) -> torch.Tensor | None:
-        return source.new_empty(len(source), *cols, dtype=dtype) if is_wanted else None
+    def statistic(is_wanted: bool) -> torch.Tensor | None:
+        return source.new_empty(len(source), dtype=torch.float32) if is_wanted else None
 
     operand = FusedOperand(
         op,
         source,
-        round_to,
+        source.new_empty(len(source), shape[-1], dtype=round_to),
         None if weight is None else plain(weight).contiguous(),
         None if bias is None else plain(bias).contiguous(),
-        empty(output or not in_one_pass, round_to, shape[-1]),
-        mean=empty(statistics and op.function == "layernorm", torch.float32),
-        rstd=empty(statistics and op.is_norm, torch.float32),
+        mean=statistic(statistics and op.function == "layernorm"),
+        rstd=statistic(statistics and op.is_norm),
     )
-    rounded = None if operand.output is None else operand.output.view(shape)
-    if in_one_pass:
-        _cast(operand, present(quantizer), present(out).quantized_storage)
-    else:
-        if operand.rows > 0:
-            backend_for(x.device).fused_op(None, operand)()
-        if quantizer is not None:
-            with quantizer.cast_into(present(out).quantized_storage) as whole:
-                quantizer.record(quantize_into(whole, present(rounded), advances=False))
-    if rounded is not None:
-        rounded = rounded.to(dtype) if output or quantizer is None else None
-    return FusedResult(out, rounded, operand.mean, operand.rstd)
+    backend_for(x.device).fused_op(operand)()
+    rounded = operand.output.view(shape)
+    if quantizer is not None:
+        with quantizer.cast_into(present(out).quantized_storage) as whole:
+            quantizer.record(quantize_into(whole, rounded, advances=False))
+    wanted = output or quantizer is None
+    return FusedResult(out, rounded.to(dtype) if wanted else None, operand.mean, operand.rstd)
 
 
 def differentiate_fused(
@@ -214,37 +205,6 @@ def in_high_precision(
     if function == "silu":
         return functions.silu(input)
     return functions.gelu(input, approximate="tanh" if function == "gelu_tanh" else "none")
-
-
-def _cast(operand: FusedOperand, quantizer: Quantizer, storage: QuantizedStorage) -> None:
-    """Run the operation that writes the codes and the scales of ``storage``."""
-    amax = None
-    if quantizer.recipe.casts_before_reduction:
-        amax = torch.zeros(1, dtype=torch.int32, device=storage.device)
-    with quantizer.cast_into(storage) as whole:
-        operand = replace(
-            operand,
-            planes=_planes(storage),
-            delayed=quantizer.recipe.delayed_state(whole.buffers),
-            amax=storage.buffers.get("amax") if amax is None else None,
-            tensor_amax=amax,
-        )
-        backend_for(storage.device).fused_op(quantizer.recipe.numerics, operand)()
-        if amax is not None:
-            quantizer.record(amax)
-    storage.mark_written()
-
-
-def _planes(storage: QuantizedStorage) -> tuple[PlaneBuffers, ...]:
-    """Return the planes whose buffers ``storage`` holds."""
-    buffers = storage.buffers
-    planes = (
-        PlaneBuffers(
-            plane, codes=buffers.get(plane.codes_name), scale_inv=buffers.get(plane.scales_name)
-        )
-        for plane in storage.recipe.planes(storage.shape)
-    )
-    return tuple(p for p in planes if p.codes is not None or p.scale_inv is not None)
 
 
 def check_quantizer(quantizer: Quantizer | None, output: bool) -> None:

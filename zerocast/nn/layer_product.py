@@ -1,4 +1,4 @@
-"""Computes a layer under autocast: the norm or activation of the input, quantized as it is made,
+"""Computes a layer under autocast: the norm or activation of the input, quantized,
 and the three products.
 
 :func:`run_forward` and :func:`run_backward` are functions of tensors and quantizers. Autograd runs

@@ -248,7 +248,7 @@ class Quantizer:
             self.tp_shard.require_comm().all_reduce_max_(amax)
         self.record(amax)
 
-    # --- the parts of quantize(), for an operation that makes what it casts (a fused kernel) ---
+    # --- the parts of quantize(), for an operation that makes what it casts ---
 
     @contextmanager
     def cast_into(self, storage: QuantizedStorage) -> Iterator[QuantizedStorage]:

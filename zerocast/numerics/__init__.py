@@ -20,7 +20,7 @@ weights, and allocates nothing.
     runs            flags, elements         -> the elements that changed, as they travel
     adamw           masters, gradients      -> masters, updated, and the optimizer's state
     adamw_cast      the same, and what partial_amax_cast does of the updated masters
-    fused_op        a layer's tensor        -> its rounded result, codes and scales, in one pass
+    fused_op        a layer's tensor        -> its function or norm, rounded
 
 A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
 quantizes its columnwise copy independently of the rowwise one (MX, row-wise FP8) a second one,
@@ -35,7 +35,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 
 from zerocast.numerics.adamw import AdamWNumbers, AdamWUpdate
 from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchUpdates
-from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand, can_fuse
+from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
     NAN_BITS,

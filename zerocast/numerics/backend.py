@@ -147,11 +147,7 @@ class Backend(Protocol):
         how much there is to be returned is known when it has run.
         """
 
-    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
-        """Compute, round and cast one tensor: its output, its codes and their scales at once.
-
-        Codes are exact with respect to the rounded result. Without numerics there are no planes,
-        and the launch writes the output alone. Under :class:`Float8DelayedNumerics` the stored
-        scale is ``1 / scale``, NaN where the tensor amax is not finite, and no state is changed.
-        ``numerics`` must be one that :func:`can_fuse`.
+    def fused_op(self, target: FusedOperand) -> Launch:
+        """Compute the function or the norm of one tensor, and write it, rounded once; every NaN of
+        it is the canonical one. It is cast like any other tensor.
         """

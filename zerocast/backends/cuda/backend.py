@@ -229,8 +229,8 @@ class CudaBackend(ReferenceBackend):
         kernel = Kernel("digest", THREADS)
         return self._tables.launch(kernel, rows, cuts, [], (ranges, sums))
 
-    def fused_op(self, numerics: Numerics | None, target: FusedOperand) -> Launch:
-        return fused_op(self.launcher, self._address, numerics, target)
+    def fused_op(self, target: FusedOperand) -> Launch:
+        return fused_op(self.launcher, self._address, target)
 
     # --- from operands to launches ---
 
