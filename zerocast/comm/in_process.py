@@ -5,8 +5,9 @@ It is the strictest of the communicators. If ranks call different collectives, o
 different shapes, or wait for one that has returned, every rank raises an error. Sums are taken in
 rank order, so they are the same bits in every run.
 
-Each collective is one exchange: in a rendezvous the ranks see each other's tensors, they fill a
-shared result together, and after a second rendezvous copy from it. A reduction is split by ranges
+Each collective is one exchange: in a rendezvous the ranks see each other's tensors, of a gather
+they copy the others' parts, else they fill a shared result together, and after a second rendezvous
+copy from it. A reduction is split by ranges
 of elements, not by ranks, so hundreds of ranks with small tensors do not make hundreds of tiny
 operations each.
 """
@@ -93,14 +94,13 @@ class InProcessCommunicator(Communicator):
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        start = sum(chunks[: self.rank])
-        mine = slice(start, start + chunks[self.rank])
         detail = None if counts is None else tuple(counts)
-
-        def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-            result[mine] = flat[mine]
-
-        flat.copy_(self._exchange(_signature("all_gather_", buffer, detail), flat, fill))
+        call = _Call(_signature("all_gather_", buffer, detail), flat)
+        parts = flat.split(chunks)
+        for rank, theirs in enumerate(self._rendezvous(call, list)):
+            if rank != self.rank:  # nobody writes the part that others read
+                parts[rank].copy_(theirs.split(chunks)[rank])
+        self._group.rendezvous(self.rank, call, None, lambda brought: None)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         output, flat = buffers.scatter_operands(output, buffer, self.size)
