@@ -136,13 +136,13 @@ class CastPlan:
             check_amax_groups(self._specs, members)
         self._comms, self._check_finite = [*members, *tp_shards], check_finite
         options = f"check_finite={check_finite}, exchange={exchange}, verify={verify}"
-        owners, self.fingerprints = exchange_owners(
-            members, tp_shards, self._specs, options, attempt.error
+        owners, self.fingerprints = self._exchange_owners(
+            members, tp_shards, options, attempt.error
         )
         with attempt:
             self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         lacks = any(gather.lacks_codes for gather in self._gathers)
-        self._lacks_codes = raise_in_all(self._comms, attempt.error, lacks)
+        self._lacks_codes = self._agree(attempt.error, lacks)
         self._attempt, self.step = attempt, 0
         self._verification = verification_of(
             verify, self._specs, self._prepared, members, owners, tp_shards
@@ -317,6 +317,20 @@ class CastPlan:
         self._version.end("cast")
 
     # --- planning ---
+
+    def _exchange_owners(
+        self,
+        members: Mapping[Communicator, Sequence[int]],
+        tp_shards: Mapping[Communicator, Sequence[int]],
+        options: str,
+        error: ZerocastError | None,
+    ) -> tuple[Mapping[Communicator, Owners], Sequence[int]]:
+        """Return who owns what, and :attr:`fingerprints`; collective."""
+        return exchange_owners(members, tp_shards, self._specs, options, error)
+
+    def _agree(self, error: ZerocastError | None, lacks_codes: bool) -> bool:
+        """Raise on all ranks where one has an ``error``; return whether any lacks codes."""
+        return raise_in_all(self._comms, error, lacks_codes)
 
     # What is made in inference mode could not be written outside of it.
     @planning()

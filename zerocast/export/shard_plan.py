@@ -11,25 +11,73 @@ import torch
 from zerocast.arguments import present
 from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
+from zerocast.cast.consistency import exchange_owners
+from zerocast.cast.shard_spec import NO_CODES, ShardSpec
+from zerocast.comm import Attempt, Communicator, announcing
+from zerocast.errors import ZerocastError
 from zerocast.export.entries import Entry, Shard
 from zerocast.formats import byte_span
+from zerocast.layout import Owners
 from zerocast.numerics import Changes, NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.untraced import untraced
 
 ONE_BY_ONE_FROM = 1 << 20
 """Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
 collective more takes less time than copying them would."""
 
 
+_LAST = ("compute_scale", "partial_cast")
+"""The steps of a cast that need nothing of other ranks."""
+
+
+class EntryOwners:
+    """Who owns what of all entries that are cast, asked once; collective, over their ranks.
+
+    Raises:
+        RankMismatchError: on every rank, where ranks mean different entries, or their shards do not
+            cover each exactly once.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        specs: list[ShardSpec] = []
+        members: dict[Communicator, list[int]] = {}
+        tp_shards: dict[Communicator, list[int]] = {}
+        for i, entry in enumerate(entries):
+            shard, tp_shard = present(entry.shard), entry.tp_shard
+            storage = QuantizedStorage.empty(
+                _own_shape(entry), entry.dtype, present(entry.recipe), torch.device("meta"),
+                columnwise=False, tp_shard=tp_shard,
+            )  # fmt: skip
+            specs.append(
+                ShardSpec(entry.name, True, storage, shard.extent, NO_CODES, entry.amax_group)
+            )
+            members.setdefault(shard.comm, []).append(i)
+            if tp_shard is not None and tp_shard.comm is not None:
+                tp_shards.setdefault(tp_shard.comm, []).append(i)
+        self._owners, _ = exchange_owners(members, tp_shards, specs, "", None)
+        self._places = {
+            (comm, specs[i].name): place
+            for comm, indices in members.items()
+            for place, i in enumerate(indices)
+        }
+
+    def of(self, comm: Communicator, names: Sequence[str]) -> Owners:
+        """Return those of the entries ``names``, which the ranks of ``comm`` share."""
+        return self._owners[comm].of_weights([self._places[comm, name] for name in names])
+
+
 class ShardPlan(CastPlan):
-    """A plan for a bucket of entries that are cast; collective, over their ranks.
+    """A plan for a bucket of entries that are cast.
 
     A cast writes the codes of this rank's elements into buffers of their size, and makes the scales
     of the blocks that begin in them. No rank has whole codes or scales before :meth:`start_gather`.
+    Making a plan is not collective, but for what it may raise: on this rank alone.
 
     Args:
         entries: those that are cast.
+        owners: who owns what of them.
         held_amaxes: by name, int32 [2], the tensor amaxes under which NVFP4 was cast before, which
             this holds or changes (:func:`hold`); None to cast under the weights' own.
         held_codes: by name what :attr:`own` was after the cast before, to be written again.
@@ -47,9 +95,11 @@ class ShardPlan(CastPlan):
     def __init__(
         self,
         entries: Sequence[Entry],
+        owners: EntryOwners,
         held_amaxes: dict[str, torch.Tensor] | None = None,
         held_codes: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
+        self._names, self._owners = [entry.name for entry in entries], owners
         self._held_amaxes = held_amaxes
         self.storages: dict[str, QuantizedStorage] = {}
         self.own: dict[str, torch.Tensor] = {}
@@ -58,7 +108,7 @@ class ShardPlan(CastPlan):
         for entry in entries:
             recipe, shard = present(entry.recipe), present(entry.shard)
             device = to_local(entry.tensor).device
-            shape = entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
+            shape = _own_shape(entry)
             (plane,) = recipe.planes(shape, columnwise=False)
             buffers = {
                 name: spec.allocate(device)
@@ -86,6 +136,49 @@ class ShardPlan(CastPlan):
             fsdp_shard_model_weights=list(self.own.values()),
             exchange="boundary",
         )
+
+    def _exchange_owners(
+        self,
+        members: Mapping[Communicator, Sequence[int]],
+        tp_shards: Mapping[Communicator, Sequence[int]],
+        options: str,
+        error: ZerocastError | None,
+    ) -> tuple[Mapping[Communicator, Owners], Sequence[int]]:
+        if error is not None:
+            raise error
+        return {
+            comm: self._owners.of(comm, [self._names[i] for i in indices])
+            for comm, indices in members.items()
+        }, ()
+
+    def _agree(self, error: ZerocastError | None, lacks_codes: bool) -> bool:
+        if error is not None:
+            raise error
+        return lacks_codes
+
+    @untraced
+    def measure(self) -> None:
+        """Begin a cast: what comes before ranks send each other anything. Of recipes that cast
+        whole blocks as they measure them it is almost all.
+        """
+        self._attempt = Attempt()
+        self._run(lambda name: name == "partial_amax")
+
+    @untraced
+    def exchange(self) -> None:
+        """Go on to where this rank needs nothing more of the others; collective."""
+        self._run(lambda name: name not in ("partial_amax", *_LAST))
+
+    @untraced
+    def encode(self) -> None:
+        """End a cast: its scales, and the codes that wait for them."""
+        self._run(lambda name: name in _LAST)
+
+    def _run(self, is_run: Callable[[str], bool]) -> None:
+        with announcing(self._comms):
+            for name, step in self._steps().items():
+                if is_run(name):
+                    step()
 
     def _steps(self) -> dict[str, Callable[[], None]]:
         """The steps of :meth:`cast`; tensor amaxes are held once they are reduced."""
@@ -152,6 +245,11 @@ class ShardPlan(CastPlan):
     def repeats_scales(self) -> bool:
         """Whether a weight stores the scale of a block for each of its rows."""
         return any(each.planes[0].scales.row_repeat > 1 for each in self.storages.values())
+
+
+def _own_shape(entry: Entry) -> torch.Size:
+    """Return the shape of what the ranks of its shard hold of an entry together."""
+    return entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
 
 
 def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from zerocast.arguments import check_flag, check_integer, check_module
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns
-from zerocast.comm import Group, as_communicator, raising_together
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
+from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
@@ -37,7 +37,7 @@ from zerocast.export.entries import (
 from zerocast.export.experts import has_place, matrix_entries
 from zerocast.export.known_dialects import as_dialect
 from zerocast.export.package_names import package_names
-from zerocast.export.shard_plan import ShardPlan
+from zerocast.export.shard_plan import EntryOwners, ShardPlan
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
 from zerocast.export.values import check_finite, check_tensor_scale
@@ -114,6 +114,7 @@ class Export:
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
         self.held_amaxes: dict[str, torch.Tensor] | None = None
         self.held_codes: Mapping[str, torch.Tensor] = {}
+        self._owners: EntryOwners | None = None
         with raising_together(self.comm):
             if not isinstance(model, ZeroOptimizer | CastPlan):
                 check_module("model", model)
@@ -263,27 +264,36 @@ class Export:
     def buckets(self) -> Iterator[NamedTensors]:
         """Yield the tensors of one bucket after the other, whole on every rank. Collective.
 
-        While one is gathered the next is cast, and its gather is begun before one is yielded. Let
-        go of its tensors before asking for more, and a rank holds its shards and two buckets at
-        most.
+        While one is gathered the next is cast and the one after it is measured, and the gather of
+        the next is begun before one is yielded. Let go of its tensors before asking for more, and a
+        rank holds its shards, two buckets, and its shards' codes of three at most.
 
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
         buckets = self.plan_buckets()
-        # A bucket is planned before the gather of the one before it begins: planning waits for the
-        # other ranks' messages, which would wait behind that gather.
-        plans = map(self._plan, buckets)
-        plan, following = self._cast(next(plans)), next(plans, None)
-        finish = self.gather(buckets[0], plan)
-        for bucket in buckets[1:]:
-            plan = self._cast(following)
-            tensors = finish()
+        if self.comm.size == 1:  # nothing travels
+            for bucket in buckets:
+                yield self.gather(bucket, self.cast(bucket))()
+            return
+        # Collectives follow one another, and a small one would wait behind the gather before it. So
+        # all that is exchanged for a bucket comes before the gather of the one before it.
+        following, finish = self._begin(buckets[0]), None
+        self._exchange(*following)
+        for i, bucket in enumerate(buckets):
+            plan, _ = following
+            if plan is not None:
+                plan.encode()
+            following = self._begin(buckets[i + 1]) if i + 1 < len(buckets) else (None, None)
+            tensors: NamedTensors = finish() if finish is not None else {}
             del finish  # and what it holds of the bucket's cast
-            following = next(plans, None)
+            self._exchange(*following)
             finish = self.gather(bucket, plan)
-            yield tensors
+            del plan
+            if i:
+                yield tensors
             del tensors
+        assert finish is not None
         yield finish()
 
     @torch.no_grad()
@@ -295,21 +305,33 @@ class Export:
 
     def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:
         """Return the cast weights of ``bucket``, not gathered; None where none is cast."""
-        return self._cast(self._plan(bucket))
-
-    @torch.no_grad()
-    def _plan(self, bucket: Sequence[Entry]) -> ShardPlan | None:
-        entries = [entry for entry in bucket if entry.shard is not None]
-        if not entries:
-            return None
-        entries = [with_turned_masters(entry) for entry in entries]
-        return ShardPlan(entries, self.held_amaxes, self.held_codes)
-
-    @torch.no_grad()
-    def _cast(self, plan: ShardPlan | None) -> ShardPlan | None:
+        plan, error = self._begin(bucket)
+        self._exchange(plan, error)
         if plan is not None:
-            plan.cast()
+            plan.encode()
         return plan
+
+    @torch.no_grad()
+    def _begin(self, bucket: Sequence[Entry]) -> tuple[ShardPlan | None, ZerocastError | None]:
+        """Plan the cast of ``bucket`` and do what comes before ranks exchange anything; return the
+        plan, if anything is cast, or what this rank alone has found wrong. Collective the first
+        time, and where masters are turned.
+        """
+        if self._owners is None:
+            self._owners = EntryOwners([each for each in self.entries if each.shard is not None])
+        entries = [with_turned_masters(each) for each in bucket if each.shard is not None]
+        attempt, plan = Attempt(), None
+        with attempt:
+            if entries:
+                plan = ShardPlan(entries, self._owners, self.held_amaxes, self.held_codes)
+                plan.measure()
+        return plan, attempt.error
+
+    def _exchange(self, plan: ShardPlan | None, error: ZerocastError | None) -> None:
+        """Exchange what the cast of a bucket needs; raise on all ranks what one has found."""
+        raise_together(self.comm, error)
+        if plan is not None:
+            plan.exchange()
 
     @torch.no_grad()
     def _tensors(
