@@ -4,26 +4,27 @@
     python scripts/refit_report.py deltas --steps 1000   # the long one
 
 traffic: bytes that a rank sends for each element of the weights, counted by the recording
-communicator. transport: refit beside gathering BF16 and quantizing then, over a transport that is
-slowed down to ``--gigabytes`` a second: by the clock, where ranks share the cores, and as the CPU
-time of the busiest rank and its bytes over the link, where each has a core of its own. deltas:
-bytes an element at several learning rates, for a GPT that was trained before; every step's delta is
-applied and compared with a full cast. time: what finding changes takes beside the cast. memory:
-what a process of four ranks holds more at its peak.
+communicator. transport: refit beside gathering BF16 and quantizing on one rank, by the clock over a
+link that is slowed down to ``--gigabytes`` a second (``slow_link.py``), weight by weight, and with
+the next weight gathered meanwhile; in brackets CPU time of the busiest rank, and what its bytes
+take. deltas: bytes an element at several learning rates, for a GPT that was trained before; every
+step's delta is applied and compared with a full cast. time: what finding changes takes beside the
+cast. memory: what a process of four ranks holds more at its peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from slow_link import SlowLink, keep_freed_memory, run_in_processes
 
 import zerocast
 from zerocast.backends.reference.digest import as_integers
@@ -39,43 +40,6 @@ RANKS = 4
 DIALECTS = ("deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4")
 SHAPES = [(4096, 4096), (1024, 4096), (4096, 4096), (11008, 4096)]  # of a model of 7B parameters
 RATES = (1e-6, 3e-6, 1e-5)
-
-
-class SlowCommunicator(RecordingCommunicator):
-    """A link that carries so many bytes a second, of one collective after the other as they were
-    begun. What the ranks' own transport takes to move them counts as part of that, if it is less.
-    """
-
-    def __init__(self, comm: Communicator, bytes_a_second: float) -> None:
-        super().__init__(comm)
-        self._rate = bytes_a_second
-        self._through, self._waits = 0.0, True
-
-    @contextmanager
-    def _count(self, kind: str, sizes: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        self.comm.barrier()  # nothing is carried before all ranks are there
-        begin = time.perf_counter()
-        with super()._count(kind, sizes):
-            yield
-        self._through = max(begin, self._through) + sizes()[1] / self._rate
-        if self._waits:
-            sleep_until(self._through)
-
-    def start_all_gather_(self, buffer: torch.Tensor, counts: Any = None) -> Callable[[], None]:
-        self._waits = False
-        wait = super().start_all_gather_(buffer, counts)
-        self._waits, through = True, self._through
-
-        def wait_for_link() -> None:
-            wait()
-            sleep_until(through)
-
-        return wait_for_link
-
-
-def sleep_until(moment: float) -> None:
-    """Return at ``moment`` of the performance counter."""
-    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def sharded(comm: Communicator, values: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -130,66 +94,86 @@ def traffic() -> None:
 
 
 def transport(gigabytes: float, rounds: int) -> None:
-    """Interleaved rounds of both ways, the slower transport the same."""
-    values = drawn(SHAPES)
-    print(f"seconds over {gigabytes} GB/s, medians of {rounds} interleaved rounds of {RANKS} ranks")
+    """Interleaved rounds of all ways, over links of one rate, a core for each rank."""
+    values = drawn(SHAPES * 4)
+    elements = sum(value.numel() for value in values)
+    ranks = min(RANKS, os.cpu_count() or 1)
+    keep_freed_memory()
+    print(f"milliseconds over {gigabytes} GB/s, medians of {rounds} interleaved rounds of {ranks} "
+          f"ranks, a process and a core each; {elements:,} elements")  # fmt: skip
     for dialect in DIALECTS:
 
         def run(comm: Communicator, dialect: str = dialect) -> list[list[Cost]]:
-            slow = SlowCommunicator(comm, gigabytes * 1e9)
-            plan, rows = sharded(slow, values)
-            refit = refit_of(plan, dialect, slow, bucket_bytes=8 << 20)
+            link = SlowLink(comm, gigabytes * 1e9)
+            plan, rows = sharded(link, values)
+            refit = refit_of(plan, dialect, link, bucket_bytes=32 << 20)
             recipe = zerocast.export.DIALECTS[dialect].recipe
 
-            def gathered_first() -> None:
-                for value, own in zip(values, rows, strict=True):
-                    whole = torch.empty(value.numel(), dtype=torch.bfloat16)
-                    start = comm.rank * own.numel()
-                    whole[start : start + own.numel()] = own.reshape(-1)
-                    slow.all_gather_(whole)
-                    if comm.rank == 0:  # one rank quantizes and sends
-                        zerocast.quantize(whole.view(value.shape), recipe, columnwise=False)
+            def begin(own: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+                whole = torch.empty(link.size, *own.shape, dtype=torch.bfloat16)
+                whole[link.rank].copy_(own)
+                return whole.view(-1, own.shape[1]), link.start_all_gather_(whole.view(-1))
+
+            def quantize(value: torch.Tensor) -> None:
+                if link.rank == 0:  # one rank quantizes and sends
+                    zerocast.quantize(value, recipe, columnwise=False)
+
+            def one_by_one() -> None:
+                for own in rows:
+                    value, wait = begin(own)
+                    wait()
+                    quantize(value)
+
+            def overlapped() -> None:
+                value, wait = begin(rows[0])
+                for own in rows[1:]:
+                    wait()
+                    gathered, (value, wait) = value, begin(own)
+                    quantize(gathered)
+                wait()
+                quantize(value)
 
             def refitted() -> None:
                 for _ in refit.named_tensors():
                     pass
 
-            return [[cost(way, slow) for way in (gathered_first, refitted)] for _ in range(rounds)]
+            ways = (one_by_one, overlapped, refitted)
+            return [[cost(way, link) for way in ways] for _ in range(rounds)]
 
-        ranks = run_in_process(RANKS, run)
-        # Of both ways, the medians over the rounds of what the slowest rank took.
-        both = []
-        for way in range(2):
-            of_rounds = [
-                [max(each) for each in zip(*(rank[i][way] for rank in ranks), strict=True)]
-                for i in range(rounds)
+        by_rank = run_in_processes(ranks, max(value.nbytes for value in values), run)
+        # Of each way the medians over the rounds of what the slowest rank took.
+        medians = [
+            [
+                statistics.median(
+                    max(rank[i][way][what] for rank in by_rank) for i in range(rounds)
+                )
+                for what in range(3)
             ]
-            both.append([statistics.median(each) for each in zip(*of_rounds, strict=True)])
-        (clock_b, cpu_b, sent_b), (clock_a, cpu_a, sent_a) = both
-        links = [sent / gigabytes / 1e9 for sent in (sent_b, sent_a)]
-        bar = 3.0 if "nvfp4" in dialect else 1.8
-        # The rate below which (cpu_b + sent_b / rate) is bar times (cpu_a + sent_a / rate).
-        short, saved = bar * cpu_a - cpu_b, sent_b - bar * sent_a
-        rate = "at any rate" if short <= 0 <= saved else (
-            f"below {saved / short / 1e9:.2f} GB/s" if saved > 0 else "nowhere")  # fmt: skip
-        print(f"  {dialect}: gather, then quantize {clock_b:.3f}; refit {clock_a:.3f}; "
-              f"{clock_b / clock_a:.2f}x by the clock. CPU {cpu_b:.4f} and {cpu_a:.4f}, link "
-              f"{links[0]:.4f} and {links[1]:.4f}: {(cpu_b + links[0]) / (cpu_a + links[1]):.2f}x; "
-              f"{bar}x {rate}")  # fmt: skip
+            for way in range(3)
+        ]
+        costs = "; ".join(
+            f"{name} {1e3 * clock:.0f} (CPU {1e3 * cpu:.0f}, link {sent / gigabytes / 1e6:.0f})"
+            for name, (clock, cpu, sent) in zip(WAYS, medians, strict=True)
+        )
+        *others, ours = (clock for clock, *_ in medians)
+        print(f"  {dialect}: {costs}; " + ", ".join(f"{other / ours:.2f}x" for other in others))
 
+
+WAYS = ("gather, then quantize", "gather the next meanwhile", "refit")
 
 Cost = tuple[float, float, float]
 """Seconds by the clock until all ranks are done; this rank's CPU seconds and bytes sent."""
 
 
-def cost(function: Callable[[], None], comm: SlowCommunicator) -> Cost:
+def cost(function: Callable[[], None], link: SlowLink) -> Cost:
     """What it takes."""
-    comm.reset()
+    link.reset()
+    link.comm.barrier()
     clock, cpu = time.perf_counter(), time.thread_time()
     function()
     cpu = time.thread_time() - cpu
-    comm.comm.barrier()
-    return time.perf_counter() - clock, cpu, comm.total().sent_bytes
+    link.comm.barrier()
+    return time.perf_counter() - clock, cpu, link.total().sent_bytes
 
 
 def timed(
@@ -269,6 +253,7 @@ def check_equal(receiver: Receiver, refit: Refit) -> None:
 def extra_time(rounds: int) -> None:
     """Deltas beside the cast that they begin with, on one rank, and no gather."""
     values = drawn(SHAPES, torch.float32)
+    keep_freed_memory()  # the cast alone writes new memory, deltas that which is held
     print(f"CPU seconds, medians of {rounds} interleaved rounds on one rank, 1 in 300 "
           f"elements changed")  # fmt: skip
     comm = zerocast.comm.SingleRank()
