@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zerocast
 from tests.support.experts import EXPERTS, moe
+from tests.support.live_memory import LiveMemory
 from tests.support.llama import TIED_160, llama, tokens
 from tests.support.models import Attention, Bank
 from tests.support.partitions import draw_partition
@@ -102,6 +103,34 @@ def test_trained_bytes_are_saved_as_they_are(tmp_path, name, recipe):
         if isinstance(tensor, zerocast.QuantizedTensor):
             whole = zerocast.quantize(masters[key], recipe, dtype=torch.bfloat16)
             assert_same_bytes(tensor.dequantize(), whole.dequantize(), key)
+
+
+@pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/nvfp4"])
+def test_a_rank_holds_two_buckets_and_its_codes_of_three(tmp_path, name):
+    """And that does not grow with the model, of 24 or 48 layers, two a file: beside the model and
+    its masters, of which a ZeroOptimizer's rank has whole layers, the file that is written, the one
+    that comes, what was cast of three and its amaxes, and the buffer by way of which small weights
+    travel. No copy is made for the file.
+    """
+    shape, peaks = (256, 256), {}
+    bucket = 2 * shape[0] * shape[1] * DIALECTS[name].recipe.numerics.fmt.bits // 8
+    for layers in (24, 48):
+        folder = tmp_path / str(layers)
+
+        def run(comm, layers=layers, folder=folder):
+            model = rounded(Bank(shape[:1] * layers, shape[1]))
+            zerocast.nn.convert(model, NVFP4)
+            optimizer = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm)
+            options = {"dialect": name, "optimizer": optimizer, "from_masters": True}
+            with LiveMemory() as memory:
+                save_pretrained(model, folder, bucket_bytes=bucket, **options)
+            return memory.peak
+
+        peaks[layers] = max(run_ranks("in_process", 4, run))
+        files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        assert len(files) == layers // 2
+    assert peaks[48] <= 1.05 * peaks[24]
+    assert peaks[24] <= max(files) * (2 + 1.5 * 3 + 1)
 
 
 def test_masters_are_rounded_to_the_dtype_that_is_given(tmp_path):

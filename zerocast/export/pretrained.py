@@ -49,8 +49,8 @@ def save_pretrained(
     """Save a model in a format that servers load: safetensors and ``config.json``. Collective.
 
     The files are the same on any number of ranks, and hold for every quantized weight what
-    ``zerocast.quantize`` of the whole weight gives. A rank holds its shards and one bucket, not the
-    model.
+    ``zerocast.quantize`` of the whole weight gives. A rank holds its shards, two buckets, and its
+    own codes of three at most, not the model.
 
     Args:
         model: with quantized weights, whole on every rank, or with masters sharded by FSDP2. A
@@ -113,6 +113,7 @@ def save_pretrained(
         if comm.rank == i % comm.size:
             with attempt:
                 _write(tensors, folder / file)
+        del tensors  # before the next ones come
     raise_together(comm, attempt.error)
 
     with raising_together(comm):
@@ -214,8 +215,15 @@ def _write(tensors: NamedTensors, path: Path) -> None:
     """Write ``path`` as a whole: a process that ends in between leaves no file of that name."""
     from safetensors.torch import save_file
 
-    unfinished = path.with_suffix(".unfinished")
-    on_host = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    unfinished, on_host = path.with_suffix(".unfinished"), NamedTensors()
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        stored = tensor.cpu().contiguous()
+        memory = stored.untyped_storage()
+        # safetensors takes no tensor that shares memory with another, or is a part of more.
+        is_alone = memory.nbytes() == stored.nbytes and memory.data_ptr() not in seen
+        on_host[name] = stored if is_alone else stored.clone()
+        seen.add(memory.data_ptr())
     save_file(on_host, unfinished, metadata={"format": "pt"})
     unfinished.replace(path)
 
