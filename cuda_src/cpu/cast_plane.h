@@ -29,6 +29,10 @@ class PlaneCast {
           multipliers_(multipliers),
           encoder_(encoder),
           ahead_(ahead) {}
+    PlaneCast(const PlaneCast&) = delete;
+    ~PlaneCast() {
+        if (digest_) __atomic_fetch_add(changes_.digest, digest_, __ATOMIC_RELAXED);
+    }
 
     const Grid& grid() const { return plane_.grid; }
 
@@ -80,7 +84,7 @@ class PlaneCast {
             store(last_codes, code);
             if (changes_.flags)
                 for (i64 i = 0; i < bytes(left); i++)
-                    note(to + i, last_codes + i, last_codes[i] != to[i]);
+                    note<1>(to + i, last_codes + i, last_codes[i] != to[i]);
             memcpy(to, last_codes, bytes(left));
         }
         if (left == 1 || bytes(left) * 8 != left * F::BITS)
@@ -155,7 +159,8 @@ class PlaneCast {
     const T* master_;  // as if it were the whole weight
     BlockMultipliers multipliers_;
     Encoder encoder_;
-    i64 ahead_;  // how many elements after one that is read another is asked for
+    mutable u64 digest_ = 0;  // what was changed so far
+    i64 ahead_;               // how many elements after one that is read another is asked for
 
     // The whole groups of a row; returns how many elements they hold.
     template <int BLOCK>
@@ -167,6 +172,7 @@ class PlaneCast {
                 i += unnoted<BLOCK>(element + i, x + i, grouped - i, multiplier + i / BLOCK);
             if (i == grouped) break;
             prefetch(x + i, ahead_);
+            if (changes_.flags) __builtin_prefetch(codes(element + i + ahead_));
             Native::Int code[4];
             group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, positive, code);
             keep(codes(element + i), code);
@@ -246,13 +252,17 @@ class PlaneCast {
         store(made, code);
         u64 changed = differing<BYTES>(made, to);
         if (!changed) return;  // and its memory is not written
-        note(to, made, changed);
+        note<BYTES>(to, made, changed);
         store(to, code);
     }
 
-    // Notes that the bytes `changed`, a bit each, are going to be what was made.
-    void note(const u8* to, const u8* made, u64 changed) const {
-        note_changes(changes_, to - plane_.codes, bytes(codes_start_), made, to, changed);
+    // Notes that the bytes `changed`, a bit each, are going to be what was made, of BYTES bytes
+    // that are cast together.
+    template <int BYTES>
+    ZEROCAST_FN void note(const u8* to, const u8* made, u64 changed) const {
+        if (!changed) return;
+        i64 at = to - plane_.codes;
+        digest_ += note_changes<BYTES>(changes_, at, bytes(codes_start_), made, to, changed);
     }
 
     ZEROCAST_FN void single(i64 element, T master, float multiplier) const {
@@ -263,7 +273,7 @@ class PlaneCast {
             bool odd = (element - codes_start_) & 1;
             code = odd ? (*to & 0x0F) | code << 4 : (*to & 0xF0) | code;
         }
-        if (changes_.flags) note(to, &code, code != *to);
+        if (changes_.flags) note<1>(to, &code, code != *to);
         *to = code;
     }
 };

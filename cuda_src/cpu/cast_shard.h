@@ -43,7 +43,8 @@ class RowsAndColumns {
   private:
     static constexpr int W = Native::WIDTH;
 
-    Plane rows_, columns_;
+    const Plane& rows_;
+    const Plane& columns_;
 
     // count elements of one row from x on, the first of them col columns into its first block.
     void cast_row(i64 element, const T* x, i64 col, i64 count, const float* by_block,

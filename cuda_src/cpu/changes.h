@@ -8,21 +8,26 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
 // Notes the bytes `changed`, a bit each from byte `at` on of those that the flags stand for, of
-// which the first is byte `first` of the tensor. Threads may share a word of flags.
-__attribute__((noinline)) inline void note_changes(const Changes& changes, i64 at, i64 first,
-                                                   const u8* made, const u8* held, u64 changed) {
-    if (!changed) return;
+// which the first is byte `first` of the tensor; returns what that changes of the digest. BYTES
+// were cast together: a word of flags that stands for just them has no other thread.
+template <int BYTES>
+__attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 first,
+                                           const u8* made, const u8* held, u64 changed) {
     i64 shift = at % 64;
     u64* word = changes.flags + at / 64;
-    __atomic_fetch_or(word, changed << shift, __ATOMIC_RELAXED);
-    u64 above = shift ? changed >> (64 - shift) : 0;
-    if (above) __atomic_fetch_or(word + 1, above, __ATOMIC_RELAXED);
+    if (BYTES == 64 && shift == 0) {
+        *word = changed;
+    } else {
+        __atomic_fetch_or(word, changed << shift, __ATOMIC_RELAXED);
+        u64 above = shift ? changed >> (64 - shift) : 0;
+        if (above) __atomic_fetch_or(word + 1, above, __ATOMIC_RELAXED);
+    }
     u64 digest = 0;
     for (; changed; changed &= changed - 1) {
         int i = __builtin_ctzll(changed);
         digest += digest_of_change(made[i], held[i], first + at + i);
     }
-    __atomic_fetch_add(changes.digest, digest, __ATOMIC_RELAXED);
+    return digest;
 }
 
 }  // namespace ZEROCAST_ISA
