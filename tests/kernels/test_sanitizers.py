@@ -118,8 +118,16 @@ def test_kernels(name: str, flags: str) -> None:
         ("tsan", "THREADS",
          ("dequantize", "cuda/dequantize.cu", "__syncthreads();  // before the next tile", "//"),
          "ThreadSanitizer: data race"),
+        ("tsan", "THREADS",
+         ("partial_select", "cuda/partial_select.cu", "__syncwarp();\n            BlockErrors",
+          "BlockErrors"),
+         "ThreadSanitizer: data race"),
+        ("tsan", "THREADS",
+         ("partial_select", "cuda/partial_select.cu", "__syncwarp();  // before the next", "//"),
+         "ThreadSanitizer: data race"),
     ],
-    ids=["element past the end", "row past the end", "barrier", "barrier between tiles"],
+    ids=["element past the end", "row past the end", "barrier", "barrier between tiles",
+         "barrier of a warp", "barrier of a warp between blocks"],
 )  # fmt: skip
 def test_a_mistake_in_a_kernel_is_seen(
     name: str, flags: str, mistake: tuple[str, ...], found: str
