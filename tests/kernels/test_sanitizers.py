@@ -221,7 +221,7 @@ def test_launches_at_once_do_not_race(watched: Watched, tmp_path: Path) -> None:
                  "__atomic_fetch_add(sum, total, __ATOMIC_RELAXED)", "*sum += total"), "digests"),
         (Mistake("casts", "cpu/plane_amax.h", "return num_threads > 1 &&", "return false &&"),
          "nvfp4"),
-        (Mistake("casts", "cpu/launch.h", ": 128;", ": 1;"), "nvfp4 rows"),
+        (Mistake("casts", "cpu/launch.h", ": 128;", ": 1;"), "nvfp4"),
     ],
     ids=["a sum", "amaxes of a block", "nibbles of a byte"],
 )  # fmt: skip
