@@ -27,7 +27,7 @@ struct Grid {
 enum Nominal : i64 { NOMINAL_FP32 = 0, NOMINAL_BF16 = 1, NOMINAL_FP16 = 2 };
 enum FormatId : i64 { FORMAT_E2M1 = 0, FORMAT_E4M3 = 1, FORMAT_E5M2 = 2 };
 
-// What delayed scaling remembers of one tensor; scale is null under all other numerics, the
+// The state of delayed scaling for one tensor; scale is null under all other numerics, the
 // rest where closing a cast does not advance it.
 struct DelayedState {
     float* scale;       // [1]

@@ -1,5 +1,5 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
-// included; and what delayed scaling remembers of a weight is brought up to date. expand_scales:
+// included; and a weight's state of delayed scaling is brought up to date. expand_scales:
 // the same stored scales from one of each block.
 #include "cpu/encoders.h"
 #include "cpu/numerics.h"

@@ -2,7 +2,7 @@
 
 The FP32 masters are gathered whole, cast unsharded by the reference backend (plain torch, the
 numerics written out), and every stored byte is compared: codes, scales, amaxes and columnwise
-copies, what recipes remember, plain weights too.
+copies, recipe state, plain weights too.
 """
 
 from __future__ import annotations

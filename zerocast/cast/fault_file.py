@@ -5,7 +5,7 @@ tensors. It is written and read here without that package, and nothing in it is 
 
     master           FP32, the whole weight's, or its tensor-parallel shard's
     amaxes           int32, of the cast by the reference
-    before/<name>    what the recipe remembered before the cast
+    before/<name>    the recipe state before the cast
     held/<name>      the buffers that the rank held
 
 What else describes the fault stands in the header, under ``__metadata__``, as JSON.

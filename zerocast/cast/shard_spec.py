@@ -175,7 +175,7 @@ def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = 
         )
     if not (storage.is_whole if holds_codes else storage.has_scales):
         raise InputError(
-            f"{name} must hold rowwise codes and what {storage.recipe} remembers between casts, "
+            f"{name} must hold rowwise codes and the state of {storage.recipe}, "
             f"and holds {', '.join(storage.buffers)} only, as a quantizer makes tensors of a "
             "layer's inputs; make weights with zerocast.quantize(tensor, recipe)."
         )

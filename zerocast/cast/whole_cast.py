@@ -45,7 +45,7 @@ class WholeCast:
     Attributes:
         storage: what the cast made.
         master: FP32, of the weight's shape, or of its tensor-parallel shard's.
-        before: what the recipe remembered before the cast, by name.
+        before: the recipe state and amax before the cast, by name.
         amaxes: int32, of the cast: of blocks and tensor, those of other weights and shards that
             they are the largest of included.
     """
@@ -93,12 +93,12 @@ def cast_again(
         storage.shape, storage.dtype, recipe, storage.device,
         columnwise=storage.has_columnwise, tp_shard=storage.tp_shard,
     )  # fmt: skip
-    remembered = [name for name in (*recipe.state, "amax") if name in storage.buffers]
-    for name in remembered:
+    kept = [name for name in (*recipe.state, "amax") if name in storage.buffers]
+    for name in kept:
         made.buffers[name].copy_(storage.buffers[name])
     if recipe.state:
         recipe.rewind(made.buffers)
-    before = {name: made.buffers[name].clone() for name in remembered}
+    before = {name: made.buffers[name].clone() for name in kept}
     with use_backend("reference"):
         amaxes = quantize_into(made, master, least=None if least is None else least.view(-1))
     return WholeCast(made, master, before, amaxes)

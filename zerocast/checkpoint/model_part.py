@@ -97,7 +97,7 @@ class ModelPart:
                 saved.want_whole(place)
 
     def check(self, saved: Saved) -> None:
-        """Raise :class:`InputError` where a layer cannot take over what its recipe remembered."""
+        """Raise :class:`InputError` where a layer cannot take over its recipe state."""
         for module, name in self._stateful():
             value = self._found(saved, f"model.{name}{_EXTRA}")
             if value is not None and isinstance(module, StatefulModule):

@@ -207,7 +207,7 @@ class QuantizedModule(StatefulModule):
         assert recipe is not None
         refuse_transforms(self.name or type(self).__name__)
         if self._states is None or self._states[0].recipe != recipe:
-            self._remember(recipe, device)
+            self._make_states(recipe, device)
         assert self._states is not None
         for state in self._states:
             state.to(device)

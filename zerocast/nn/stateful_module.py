@@ -76,7 +76,7 @@ class StatefulModule(torch.nn.Module):
 
     # --- the recipe's state ---
 
-    def _remember(self, recipe: Recipe, device: torch.device) -> None:
+    def _make_states(self, recipe: Recipe, device: torch.device) -> None:
         """Make new states and quantizers for ``recipe``."""
         forward = RecipeState.create(recipe, "forward", 3 * self.gemms, device, name=self.name)
         backward = RecipeState.create(recipe, "backward", 2 * self.gemms, device, name=self.name)

@@ -64,7 +64,7 @@ class CastValues:
     a state dict returns (:meth:`count_writes`) shares a counter that this object knows.
 
     A copy of cast values is no new value: FSDP2 moves rows into memory that it pads, on some ranks
-    only. So the memory of such a copy is remembered, too.
+    only. So the memory of such a copy is kept, too.
     """
 
     def __init__(self) -> None:

@@ -113,8 +113,8 @@ class QuantizedStorage(HeldPlanes):
         missing = [name for name in self.recipe.state if name not in buffers]
         if missing:
             raise InputError(
-                f"this tensor of recipe {self.recipe} does not hold what the recipe remembers "
-                f"between casts ({', '.join(missing)}), because a quantizer made it; cast into it "
+                f"this tensor of recipe {self.recipe} does not hold the recipe's state "
+                f"({', '.join(missing)}), because a quantizer made it; cast into it "
                 f"with that quantizer: quantizer.quantize(value, out=tensor)."
             )
         buffers |= self._lacking(buffers, columnwise=self.has_columnwise)
