@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +28,9 @@ from zerocast.errors import InputError, RankMismatchError, ZerocastError
 from zerocast.layout import NOTHING, Extent, Owners, check_partition
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.tp_shard import check_tp_shards
+
+Members: TypeAlias = Mapping[Communicator, Sequence[int]]
+"""By group the places of its weights."""
 
 
 def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
@@ -109,8 +112,8 @@ def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError
 
 
 def exchange_owners(
-    members: Mapping[Communicator, Sequence[int]],
-    tp_shards: Mapping[Communicator, Sequence[int]],
+    members: Members,
+    tp_shards: Members,
     specs: Sequence[ShardSpec],
     options: str,
     error: ZerocastError | None,

@@ -18,6 +18,7 @@ from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.consistency import (
+    Members,
     exchange_owners,
     members_by_group,
     raise_in_all,
@@ -95,8 +96,7 @@ class CastPlan:
 
     Raises:
         InputError: on every rank, for a wrong argument on any.
-        RankMismatchError: on every rank, where the ranks' weights, order, recipes or shards do not
-            fit together.
+        RankMismatchError: on every rank, where weights, order, recipes or shards do not fit together.
     """
 
     _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
@@ -136,14 +136,12 @@ class CastPlan:
             check_amax_groups(self._specs, members)
         self._comms, self._check_finite = [*members, *tp_shards], check_finite
         options = f"check_finite={check_finite}, exchange={exchange}, verify={verify}"
-        owners, self.fingerprints = self._exchange_owners(
-            members, tp_shards, options, attempt.error
-        )
+        owners, fingerprints = self._exchange_owners(members, tp_shards, options, attempt.error)
         with attempt:
             self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         lacks = any(gather.lacks_codes for gather in self._gathers)
         self._lacks_codes = self._agree(attempt.error, lacks)
-        self._attempt, self.step = attempt, 0
+        self._attempt, self.step, self.fingerprints = attempt, 0, fingerprints
         self._verification = verification_of(
             verify, self._specs, self._prepared, members, owners, tp_shards
         )
@@ -319,17 +317,12 @@ class CastPlan:
     # --- planning ---
 
     def _exchange_owners(
-        self,
-        members: Mapping[Communicator, Sequence[int]],
-        tp_shards: Mapping[Communicator, Sequence[int]],
-        options: str,
-        error: ZerocastError | None,
+        self, members: Members, tp_shards: Members, options: str, error: ZerocastError | None
     ) -> tuple[Mapping[Communicator, Owners], Sequence[int]]:
         """Return who owns what, and :attr:`fingerprints`; collective."""
         return exchange_owners(members, tp_shards, self._specs, options, error)
 
     def _agree(self, error: ZerocastError | None, lacks_codes: bool) -> bool:
-        """Raise on all ranks where one has an ``error``; return whether any lacks codes."""
         return raise_in_all(self._comms, error, lacks_codes)
 
     # What is made in inference mode could not be written outside of it.
@@ -338,9 +331,9 @@ class CastPlan:
         self,
         model_weights: Sequence[torch.Tensor],
         master_weights: Sequence[torch.Tensor | None],
-        members: Mapping[Communicator, Sequence[int]],
+        members: Members,
         owners: Mapping[Communicator, Owners],
-        tp_shards: Mapping[Communicator, Sequence[int]],
+        tp_shards: Members,
         boundary: bool,
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
