@@ -96,7 +96,7 @@ class CastPlan:
 
     Raises:
         InputError: on every rank, for a wrong argument on any.
-        RankMismatchError: on every rank, where weights, order, recipes or shards do not fit together.
+        RankMismatchError: on every rank, where weights, order, recipes or shards do not fit.
     """
 
     _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
