@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -254,6 +254,28 @@ def in_amax_groups(
         else entry
         for entry in entries
     ]
+
+
+def in_buckets(entries: Iterable[Entry], num_bytes: int) -> list[list[Entry]]:
+    """Return the entries of each bucket, in order: a bucket is closed once it has ``num_bytes``.
+    Those that share a tensor amax are in one.
+    """
+    buckets: list[list[Entry]] = []
+    placed: dict[str, list[Entry]] = {}
+    size = num_bytes
+    for entry in entries:
+        together = placed.get(entry.amax_group or "")
+        if together is not None:
+            together.append(entry)
+            continue
+        if not buckets or size >= num_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(entry)
+        size += entry.num_bytes
+        if entry.amax_group is not None:
+            placed[entry.amax_group] = buckets[-1]
+    return buckets
 
 
 def trained_amax_groups(source: Source) -> Mapping[str, str]:

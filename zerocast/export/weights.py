@@ -26,6 +26,7 @@ from zerocast.export.entries import (
     checkpoint_name,
     gathered_dtype,
     in_amax_groups,
+    in_buckets,
     included_weights,
     not_rows,
     own_rows,
@@ -72,20 +73,17 @@ class Export:
         amax_groups: weights that share one tensor amax, by patterns of names as for
             :class:`zerocast.CastPlan`: the projections that the server fuses. Weights that
             :func:`zerocast.nn.convert` grouped are grouped without being named.
-        dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, as the weights
-            of a model of that dtype, and what is stored of parameters in another. By default those
-            of the weights as they are, and of masters of FSDP2 the dtype of their latest gather.
-        names: the names of parameters in the checkpoint, by those in the model: a mapping, where
-            those that it lacks stay, or a function. None for those that transformers gives them, of
-            a model of that package.
+        dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, and what other
+            parameters are stored in. By default their own, under FSDP2 that of the latest gather.
+        names: the names of parameters in the checkpoint by those in the model: a mapping, where
+            those that it lacks stay, or a function. By default transformers' for its models.
         bucket_bytes: about how many bytes of codes a bucket has.
         group: the ranks that export together: those of ``optimizer`` by default, or all.
 
     Attributes:
         comm: the ranks.
         dialect: the checkpoint's.
-        held_amaxes, held_codes: what :class:`zerocast.refit.Refit` holds of the casts before, for
-            :class:`ShardPlan`.
+        held_amaxes, held_codes: what a refit holds of the casts before, for :class:`ShardPlan`.
         entries: in the order of the model, a tied tensor once.
 
     Raises:
@@ -240,26 +238,8 @@ class Export:
     # --- its tensors ---
 
     def plan_buckets(self) -> list[list[Entry]]:
-        """Return the entries of each bucket, in order; those that share a tensor amax are in one.
-
-        It is the same on any number of ranks.
-        """
-        buckets: list[list[Entry]] = []
-        placed: dict[str, list[Entry]] = {}
-        size = self._bucket_bytes
-        for entry in self.entries:
-            together = placed.get(entry.amax_group or "")
-            if together is not None:
-                together.append(entry)
-                continue
-            if not buckets or size >= self._bucket_bytes:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(entry)
-            size += entry.num_bytes
-            if entry.amax_group is not None:
-                placed[entry.amax_group] = buckets[-1]
-        return buckets
+        """Return the entries of each bucket, in order: the same on any number of ranks."""
+        return in_buckets(self.entries, self._bucket_bytes)
 
     def buckets(self) -> Iterator[NamedTensors]:
         """Yield the tensors of one bucket after the other, whole on every rank. Collective.
