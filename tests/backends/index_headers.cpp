@@ -84,6 +84,12 @@ static ScalePlane plane_of(const i64* n, void* scales) {
     return {grid_of(n), n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], nullptr, scales};
 }
 
+// The scale of a block; 0 where there is none, which nothing reads.
+struct Made {
+    i32 scale;
+    operator i32() const { return scale ? scale : (abort(), 0); }
+};
+
 // What is stored of a plane whose block number b has the scale b % 97 + 1: all entries, with four
 // on either side; then how many entries lie between blocks, down and right.
 template <class Stored>
@@ -102,9 +108,9 @@ static i64 stored(const i64* in, i64* out) {
         store_rows<Stored>(plane, cut, blocks_h, make);
         pad_rows<Stored>(plane);
     } else {  // by the threads of a CUDA kernel, forwards or backwards, tile by tile
-        static i32 blocks[1 << 16];
+        static Made blocks[1 << 16];
         i64 count = blocks_h * blocks_w, down = in[6] ? 1 : blocks_w, right = in[6] ? blocks_w : 1;
-        for (i64 b = 0; b < count; b++) blocks[b] = (i32)b % 97 + 1;
+        for (i64 b = 0; b < count + 4; b++) blocks[b].scale = b < count ? (i32)b % 97 + 1 : 0;
         auto scale = [&](i32 made, i64 block) {
             if (block >= count || made != block % 97 + 1) abort();  // no such block, or another
             return sizeof(Stored) == 1 ? made : Scalar::bits((float)made);
@@ -159,6 +165,9 @@ ANSWER of_tile_32x256(const i64* in, i64* out) {
     i64 count = visited<Tile32x256>(in, out);
     return count + put(out + count, ((const Tile32x256*)(in + 7))->first_column(grid_of(in)));
 }
+
+// Of a plane's stored columns: the threads side by side.
+ANSWER across(const i64* in, i64* out) { return put(out, threads_across(in[0])); }
 
 // Of four words of four bytes.
 ANSWER transposed(const i64* in, i64* out) {
