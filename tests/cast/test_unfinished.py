@@ -209,17 +209,17 @@ def test_what_only_one_rank_can_know_ends_the_others(where, monkeypatch):
 
 @pytest.mark.parametrize("lacking", [[0, 1], [1]], ids=["all", "one"])
 def test_weights_without_codes_are_refused_together(lacking):
-    """Codes that every rank casts into a buffer of its own, for weights that cannot receive the
-    others': all ranks raise it, also those that could, and go on.
+    """Codes that every rank casts into buffers of its own, for two weights of which one cannot
+    receive the others': all ranks raise it, also those that could, and go on.
     """
 
     def on_rank(comm):
-        own = torch.zeros(128, dtype=torch.uint8)
-        weight = zerocast.empty((16, 32), "nvfp4")
+        own, masters = torch.zeros(2, 128, dtype=torch.uint8), torch.ones(2, 256)
+        weights = [zerocast.empty((16, 32), "nvfp4") for _ in range(2)]
         if comm.rank in lacking:
-            del weight.quantized_storage.buffers["rowwise_data"]
-        given = [weight], [torch.ones(256)], [256 * comm.rank], comm
-        plan = zerocast.CastPlan(*given, fsdp_shard_model_weights=[own])
+            del weights[1].quantized_storage.buffers["rowwise_data"]
+        given = weights, list(masters), [256 * comm.rank] * 2, comm
+        plan = zerocast.CastPlan(*given, fsdp_shard_model_weights=list(own))
         for _ in range(2):
             plan.cast()
             said = message_of(InputError, plan.all_gather)
