@@ -27,7 +27,7 @@ class Update {
     typedef Native::Float Floats;
 
     // Elements [begin, end), whole groups of them: calls before(i) with each group's first, counted
-    // from `begin`, and after(i, x) with every register of updated ones.
+    // from `begin`, and after(i, x) with its updated ones.
     template <class Before, class After>
     ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
         AdamWUpdate table = table_;
@@ -36,8 +36,9 @@ class Update {
         for (i64 i = 0; i < end - begin; i += GROUP) {
             before(i);
             for (int k = 0; k < GROUP; k += 16) ask(table, first + i + k + ahead_);
-            for (int k = 0; k < GROUP; k += W)
-                after(i + k, some<false>(table, by, first + i + k, W));
+            Floats x[4];
+            for (int k = 0; k < 4; k++) x[k] = some<false>(table, by, first + i + k * W, W);
+            after(i, x);
         }
     }
 

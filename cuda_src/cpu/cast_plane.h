@@ -20,7 +20,8 @@ template <class T, class Rounded, class Encoder>
 class PlaneCast {
   public:
     PlaneCast(const CastShard& shard, const T* master, const CodePlane& plane,
-              const BlockMultipliers& multipliers, const Encoder& encoder, i64 ahead)
+              const BlockMultipliers& multipliers, const Encoder& encoder, i64 ahead,
+              bool streams = false)
         : plane_(plane),
           choices_(shard.candidates.choices),
           changes_(shard.changes),
@@ -28,7 +29,8 @@ class PlaneCast {
           master_(master),
           multipliers_(multipliers),
           encoder_(encoder),
-          ahead_(ahead) {}
+          ahead_(ahead),
+          streams_(streams) {}
     PlaneCast(const PlaneCast&) = delete;
     ~PlaneCast() {
         if (digest_) __atomic_fetch_add(changes_.digest, digest_, __ATOMIC_RELAXED);
@@ -126,7 +128,7 @@ class PlaneCast {
                                 bool positive) const {
         Native::Int code[4];
         group<BLOCK>(element, x, multiplier, positive, code);
-        store(codes(element), code);
+        store_or_stream(codes(element), code);
     }
 
     // Whether GROUP elements from this one on can be encoded together.
@@ -144,10 +146,17 @@ class PlaneCast {
         else
             store_bytes(to, codes);
     }
+    // The same, past the caches where that was asked for.
+    ZEROCAST_FN void store_or_stream(u8* to, const Native::Int (&codes)[4]) const {
+        if (!streams_ || (u64)to % BYTES) return store(to, codes);
+        alignas(64) u8 made[BYTES];  // stays in a register
+        store(made, codes);
+        stream<BYTES>(to, made);
+    }
 
   private:
     typedef typename Encoder::Format F;
-    static constexpr int W = Native::WIDTH;
+    static constexpr int W = Native::WIDTH, BYTES = GROUP * F::BITS / 8;
 
     // Whether groups without a NaN have a way of their own: of E2M1 it would hardly be faster.
     static constexpr bool SKIPS_NAN = F::BITS == 8;
@@ -161,6 +170,7 @@ class PlaneCast {
     Encoder encoder_;
     mutable u64 digest_ = 0;  // what was changed so far
     i64 ahead_;               // how many elements after one that is read another is asked for
+    bool streams_;
 
     // The whole groups of a row; returns how many elements they hold.
     template <int BLOCK>
@@ -213,7 +223,7 @@ class PlaneCast {
     static ZEROCAST_FN bool encode_numbers(const T* x, const float* multiplier,
                                            Native::Int (&code)[4]) {
         Native::Float loaded[4];
-        for (int i = 0; i < 4; i++) loaded[i] = load(x + i * W);
+        for (int i = 0; i < 4; i++) loaded[i] = load_of(x, i);
         if (any_nan(loaded)) return false;
         for (int i = 0; i < 4; i++) {
             auto rounded = Rounding<Rounded, Native>::of_number(loaded[i]);
@@ -238,7 +248,7 @@ class PlaneCast {
                                 Native::Int (&code)[4]) const {
         Native::Float scaled[4];
         for (int i = 0; i < 4; i++) {
-            auto rounded = round_to<Rounded, Native>(load(x + i * W));
+            auto rounded = round_to<Rounded, Native>(load_of(x, i));
             scaled[i] = rounded * multipliers_of<BLOCK>(multiplier, i);
         }
         encoder_.group(element, scaled, code);
@@ -246,7 +256,6 @@ class PlaneCast {
 
     // GROUP codes to where they stay.
     ZEROCAST_FN void keep(u8* to, const Native::Int (&code)[4]) const {
-        constexpr int BYTES = GROUP * F::BITS / 8;
         if (!changes_.flags) return store(to, code);
         u8 made[BYTES];  // stays in a register
         store(made, code);

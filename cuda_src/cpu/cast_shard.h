@@ -82,8 +82,8 @@ class RowsAndColumns {
                 columns[k] =
                     with_sign<F, Native>(encode_magnitude<F, Native>(magnitude * of_columns), bits);
             }
-            rows_.store(to_rows + Plane::bytes(i), rows);
-            columns_.store(to_columns + Plane::bytes(i), columns);
+            rows_.store_or_stream(to_rows + Plane::bytes(i), rows);
+            columns_.store_or_stream(to_columns + Plane::bytes(i), columns);
         }
         return i;
     }
@@ -95,7 +95,7 @@ template <class Rounded, class T, class Encoder>
 void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers& multipliers,
                  const Encoder& encoder, const Region& region) {
     typedef PlaneCast<T, Rounded, Encoder> Plane;
-    Plane rowwise(shard, master, shard.rowwise, multipliers, encoder, region.ahead);
+    Plane rowwise(shard, master, shard.rowwise, multipliers, encoder, region.ahead, region.streams);
     if (shard.delayed.scale) {
         float multiplier;
         bool positive = rowwise.fill_multipliers(0, 1, &multiplier);
@@ -109,7 +109,8 @@ void cast_planes(const CastShard& shard, const T* master, const BlockMultipliers
         return raise_one_block(shard, largest);
     }
     if (!shard.columnwise.codes) return rowwise(region);
-    Plane columnwise(shard, master, shard.columnwise, multipliers, encoder, region.ahead);
+    Plane columnwise(shard, master, shard.columnwise, multipliers, encoder, region.ahead,
+                     region.streams);
     if constexpr (SAME<Encoder, NearestGroup<typename Encoder::Format>>) {
         if (in_rows_and_columns(shard))
             return RowsAndColumns<typename Encoder::Format, T, Rounded>(rowwise,

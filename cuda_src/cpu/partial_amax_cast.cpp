@@ -7,9 +7,11 @@
 // wide as the matrix where they can be, because memory is fast where it is read in long runs.
 //
 // adamw_cast: a step of AdamW, and in the same pass over the masters what partial_amax_cast does;
-// or under delayed scaling, whose scales wait for nobody, what partial_cast does. The loop that
-// updates a row of blocks also casts the one above it, whose elements wait, rounded, in a buffer:
-// so the processor computes while it waits for four arrays, and these are read from end to end.
+// or under delayed scaling, whose scales wait for nobody, what partial_cast does. Codes of NVFP4
+// are written under a guess of the tensor's amax; partial_cast writes them anew where that was
+// wrong. The loop that updates a row of blocks also casts the one above it, whose elements wait,
+// rounded, in a buffer: so the processor computes while it waits for four arrays, and these are
+// read from end to end.
 #include <stdlib.h>
 
 #include "cpu/adamw.h"
@@ -38,10 +40,18 @@ constexpr i64 NARROW = 1024;
 // Elements at most of a row of blocks that waits for its cast: of BF16 2 MiB.
 constexpr i64 WAITING = 1 << 20;
 
+// The same of one whose elements are only read: of BF16 256 KiB of a second-level cache.
+constexpr i64 WAITING_IN_L2 = 1 << 17;
+
+// Elements of a launch from which codes go past the caches, where few of them would stay: a store
+// there first reads the line that it writes.
+constexpr i64 STREAMED = 1 << 24;
+
 // What a launch works on.
 struct Shards {
     const CastShard* shards;
     const AdamWUpdate* updates;  // of each shard; null where masters are read as they are
+    bool streams;                // whether codes go past the caches
 };
 
 // Raises the amaxes of a shard to those of a region of it, which is updated first.
@@ -61,11 +71,23 @@ void measure(const Shards& shards, const CastShard& shard, const T* master, cons
     raise_amaxes(shard, master, region, shared);
 }
 
+// Whether cast_rows() does what is asked for.
+bool goes_by_rows(const CastShard& shard, const AdamWUpdate* table) {
+    const Grid& grid = shard.rowwise.grid;
+    return !shard.columnwise.codes && !shard.changes.flags && grid.cols % GROUP == 0
+           && grid.block_h == grid.block_w
+           && (grid.block_w == 16 || grid.block_w == 32 || grid.block_w == 128)
+           && shard.round_to == NOMINAL_BF16 && shard.master->dtype == NOMINAL_FP32
+           && (!table || Update(*table, shard.start).goes_in_groups());
+}
+
 // The parts of a shard, a row of blocks after the other.
 class Parts {
   public:
-    Parts(const CastShard& shard, i64 num_threads, bool updated)
-        : cols_(shard.rowwise.grid.cols), begin_(shard.whole_begin), end_(shard.whole_end) {
+    Parts(const CastShard& shard, i64 num_threads, bool updated, bool by_rows)
+        : cols_(shard.rowwise.grid.cols),
+          begin_(whole_rows(shard).begin),
+          end_(whole_rows(shard).end) {
         i64 row = block_rows(shard), height = row / cols_, blocks = shard.rowwise.grid.block_w;
         if (shard.columnwise.codes) {
             i64 others = shard.columnwise.grid.block_w;
@@ -77,7 +99,7 @@ class Parts {
         size_ = row * max_of(1, SMALLEST / row);
         width_ = cols_;
         while (width_ > NARROW && count() < 4 * num_threads) width_ = (width_ + 1) / 2;
-        width_ = min_of(width_, (updated ? WAITING : LARGEST) / height);
+        width_ = min_of(width_, (by_rows ? WAITING : LARGEST) / height);
         width_ = (width_ + blocks - 1) / blocks * blocks;
     }
 
@@ -106,47 +128,69 @@ class Parts {
     i64 across() const { return (cols_ + width_ - 1) / width_; }
 };
 
-// Updates, measures and casts elements [begin, end) of a shard, rows of blocks that are BLOCK high
-// and wide. `memory`: maxima and multipliers of a row of blocks, and its elements in BF16.
-template <int BLOCK, class F>
-void update_rows(const CastShard& shard, const AdamWUpdate& table,
-                 const BlockMultipliers& multipliers, i64 begin, i64 end, void* memory) {
-    i64 cols = shard.rowwise.grid.cols, blocks = shard.rowwise.grid.blocks_w();
+// Masters that are read as they are.
+struct Read {
+    const float* master;
+    i64 ahead;
+
+    template <class Before, class After>
+    ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
+        for (i64 i = begin; i < end; i += GROUP) {
+            before(i - begin);
+            prefetch(master + i, ahead);
+            Native::Float x[4];
+            for (int k = 0; k < 4; k++) x[k] = load_of(master + i, k);
+            after(i - begin, x);
+        }
+    }
+};
+
+// Measures and casts elements [begin, end) of a shard as far as they lie in columns [col, col_end),
+// rows of blocks that are BLOCK high and wide, as `source` gives them. `memory`: maxima and
+// multipliers of a row of blocks, and its elements in BF16.
+template <int BLOCK, class F, class Source>
+void cast_rows(const CastShard& shard, const Source& source, const BlockMultipliers& multipliers,
+               const Region& region, void* memory) {
+    i64 cols = shard.rowwise.grid.cols, width = region.col_end - region.col;
+    i64 blocks = (width + BLOCK - 1) / BLOCK, blocks_w = shard.rowwise.grid.blocks_w();
     auto largest = (Native::Int*)memory;
-    auto waiting = (Bf16*)(largest + blocks + Native::WIDTH);
-    auto by_block = (float*)(waiting + BLOCK * cols);
-    Update update(table, shard.start);
-    PlaneCast<Bf16, Fp32, NearestGroup<F>> plane(shard, waiting, shard.rowwise, multipliers,
-                                                 NearestGroup<F>{}, 0);
+    auto waiting = (Waiting*)(largest + blocks + Native::WIDTH);
+    auto by_block = (float*)(waiting + BLOCK * width);
+    PlaneCast<Waiting, Fp32, NearestGroup<F>> plane(shard, waiting, shard.rowwise, multipliers,
+                                                    NearestGroup<F>{}, 0, region.streams);
     Native::Int tensor{};
     bool positive = false;
-    i64 last = end / cols;
-    for (i64 row = begin / cols, above = 0; row < last || above > 0; row += BLOCK) {
+    i64 last = region.end / cols;
+    for (i64 row = region.begin / cols, above = 0; row < last || above > 0; row += BLOCK) {
         i64 rows = max_of(0, min_of(BLOCK, last - row));
         memset(largest, 0, (blocks + Native::WIDTH) * sizeof *largest);
         for (i64 r = 0; r < max_of(rows, above); r++) {
-            i64 element = (row + r) * cols;
-            Bf16* line = waiting + r * cols;  // that of the row of blocks above, until it is cast
+            i64 element = (row + r) * cols + region.col;
+            Waiting* line = waiting + r * width;  // of the row of blocks above, until it is cast
             auto cast = [&](i64 c) {
                 plane.template cast_group<BLOCK>(element - BLOCK * cols + c, line + c,
                                                  by_block + c / BLOCK, positive);
             };
-            auto keep = [&](i64 c, Native::Float x) {
-                Native::Int& in_block = largest[c / BLOCK];
-                in_block = Native::max(in_block, Native::bits(x) & MAGNITUDE_MASK);
-                auto bits = (Native::Unsigned)Native::bits(round_to<Bf16, Native>(x));
-                Native::store(line + c, __builtin_convertvector(bits >> 16, Native::Halves));
+            auto keep = [&](i64 c, const Native::Float(&read)[4]) {
+                Native::Float x[4];
+                bool nan = any_nan(read);
+                for (int k = 0; k < 4; k++) {
+                    x[k] = nan ? with_canonical_nan<Native>(read[k]) : read[k];
+                    x[k] = Rounding<Bf16, Native>::of_number(x[k]);
+                }
+                raise_group<BLOCK>(largest + c / BLOCK, x);
+                store_group(line + c, x);
             };
             if (r < rows && r < above)
-                update.in_groups(element, element + cols, cast, keep);
+                source.in_groups(element, element + width, cast, keep);
             else if (r < rows)
-                update.in_groups(element, element + cols, [](i64) {}, keep);
+                source.in_groups(element, element + width, [](i64) {}, keep);
             else
-                for (i64 c = 0; c < cols; c += GROUP) cast(c);
+                for (i64 c = 0; c < width; c += GROUP) cast(c);
         }
         above = rows;
         if (rows == 0) break;
-        i64 first_block = row / BLOCK * blocks;
+        i64 first_block = row / BLOCK * blocks_w + region.col / BLOCK;
         i32* slots = shard.rowwise.block_amax + first_block;
         tensor = Native::max(tensor, flush(largest, blocks, slots, shard.round_to, false));
         positive = plane.fill_multipliers(first_block, blocks, by_block);
@@ -154,24 +198,33 @@ void update_rows(const CastShard& shard, const AdamWUpdate& table,
     raise_tensor(shard, reduce_max<Native>(tensor));
 }
 
-// Does what update_rows() does, where it can; returns whether it did.
+// Does what cast_rows() does of whole rows, where there is memory; returns whether there is.
 template <class F>
-bool updated_rows(const CastShard& shard, const AdamWUpdate& table,
-                  const BlockMultipliers& multipliers, i64 begin, i64 end) {
+bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpdate* table,
+                     const BlockMultipliers& multipliers, i64 begin, i64 end, bool streams) {
     const Grid& grid = shard.rowwise.grid;
-    if (shard.columnwise.codes || shard.changes.flags || grid.cols % GROUP
-        || grid.block_h != grid.block_w || (grid.block_w != 32 && grid.block_w != 128)
-        || !Update(table, shard.start).goes_in_groups())
-        return false;
-    i64 blocks = grid.blocks_w();
+    i64 width = grid.cols;
+    if (!table) width = min_of(width, WAITING_IN_L2 / grid.block_h / GROUP * GROUP);
+    i64 blocks = width / grid.block_w + 2;
     i64 bytes = (blocks + Native::WIDTH) * sizeof(Native::Int) + blocks * sizeof(float)
-                + grid.block_h * grid.cols * sizeof(Bf16);
+                + grid.block_h * width * sizeof(Waiting);
     void* memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!memory) return false;
-    if (grid.block_w == 32)
-        update_rows<32, F>(shard, table, multipliers, begin, end, memory);
+    auto cast = [&](const auto& source) {
+        for (i64 col = 0; col < grid.cols; col += width) {
+            Region region{begin, end, col, min_of(col + width, grid.cols), 0, streams};
+            if (grid.block_w == 16)
+                cast_rows<16, F>(shard, source, multipliers, region, memory);
+            else if (grid.block_w == 32)
+                cast_rows<32, F>(shard, source, multipliers, region, memory);
+            else
+                cast_rows<128, F>(shard, source, multipliers, region, memory);
+        }
+    };
+    if (table)
+        cast(Update(*table, shard.start));
     else
-        update_rows<128, F>(shard, table, multipliers, begin, end, memory);
+        cast(Read{master, width < grid.cols ? grid.cols : PREFETCH_AHEAD});
     free(memory);
     return true;
 }
@@ -181,10 +234,12 @@ template <class F, class Rounded, class T>
 void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
                 const BlockMultipliers& multipliers, const Parts& parts, i64 first, i64 last) {
     if constexpr (SAME<T, float> && SAME<Rounded, Bf16>) {
-        if (shards.updates && parts.are_whole_rows()) {
-            const AdamWUpdate& table = shards.updates[&shard - shards.shards];
+        const AdamWUpdate* update =
+            shards.updates ? shards.updates + (&shard - shards.shards) : nullptr;
+        if (parts.are_whole_rows() && goes_by_rows(shard, update)) {
             i64 begin = parts.turn(first, 0).begin, end = parts.turn(last, 0).begin;
-            if (updated_rows<F>(shard, table, multipliers, begin, end)) return;
+            if (cast_whole_rows<F>(shard, master, update, multipliers, begin, end, shards.streams))
+                return;
         }
     }
     for (i64 i = first - 1; i < last; i++) {
@@ -196,6 +251,7 @@ void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
             if (i >= first) {
                 cast.ahead = i + 1 < last ? parts.to_next(i) : 0;
                 measured.ahead = 0;
+                cast.streams = shards.streams;
             }
             any = false;
             if (cast.begin < cast.end) {
@@ -231,13 +287,18 @@ void cast_delayed(const NumericsTable& table, const AdamWUpdate& update, const C
     });
 }
 
-void launch(const NumericsTable& numerics_table, const Shards& table, i64 count, i64 threads) {
-    bool updated = table.updates;
+void launch(const NumericsTable& numerics_table, const CastShard* shards,
+            const AdamWUpdate* updates, i64 count, i64 threads) {
+    bool updated = updates;
+    i64 total = total_elements(shards, count, [](const CastShard& s) { return shard_span(s, 1); });
+    Shards table{shards, updates, total >= STREAMED};
     auto whole = [&](const CastShard& shard, const Parts& parts, i64 first, i64 last) {
-        with_numerics(numerics_table, shard.tensor_amax, shard.delayed, [&](auto scaling) {
+        const i32* tensor_amax = shard.guess ? &shard.guess->written : shard.tensor_amax;
+        with_numerics(numerics_table, tensor_amax, shard.delayed, [&](auto scaling) {
             typedef decltype(scaling) Numerics;
             typedef typename Numerics::Format F;
-            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>) {
+            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>
+                          || SAME<Numerics, NVFP4Numerics>) {
                 BlockMultipliers multipliers(scaling);
                 with_rounded_master(shard, [&](auto* master, auto nominal) {
                     cast_parts<F, decltype(nominal)>(table, shard, master, multipliers, parts,
@@ -253,17 +314,19 @@ void launch(const NumericsTable& numerics_table, const Shards& table, i64 count,
         }
         bool shared = share_blocks(shard, num_threads);
         with_master(shard, [&](auto* master) {
-            Region before{begin, min_of(end, shard.whole_begin)};
-            Region behind{max_of(begin, shard.whole_end), end};
+            Span whole = whole_rows(shard);
+            Region before{begin, min_of(end, whole.begin)};
+            Region behind{max_of(begin, whole.end), end};
             measure(table, shard, master, before, shared);
             measure(table, shard, master, behind, shared);
         });
     };
-    i64 total =
-        total_elements(table.shards, count, [](const CastShard& s) { return shard_span(s, 1); });
     in_parallel(total, threads, [&](i64 thread, i64 num_threads) {
         // Weights of few elements have few parts, and each as many as its elements are worth.
-        auto parts = [&](const CastShard& shard) { return Parts(shard, num_threads, updated); };
+        auto parts = [&](const CastShard& shard) {
+            const AdamWUpdate* update = updated ? table.updates + (&shard - table.shards) : nullptr;
+            return Parts(shard, num_threads, updated, goes_by_rows(shard, update));
+        };
         auto numbers = [&](const CastShard& shard) { return Span{0, parts(shard).count(), 1}; };
         auto span = [&](const CastShard& shard) { return shard_span(shard, num_threads); };
         share(table.shards, count, thread, num_threads, numbers,
@@ -274,6 +337,7 @@ void launch(const NumericsTable& numerics_table, const Shards& table, i64 count,
               [&](const CastShard& shard, i64 begin, i64 end) {
                   rest(shard, begin, end, num_threads);
               });
+        if (table.streams) stream_fence();
     });
 }
 
@@ -285,12 +349,19 @@ ZEROCAST_EXPORT(partial_amax_cast)(const void* numerics, const void* table, long
                                    long long threads) {
     using namespace zerocast;
     auto shards = (const CastShard*)table;
-    launch(*(const NumericsTable*)numerics, Shards{shards, nullptr}, count, threads);
+    launch(*(const NumericsTable*)numerics, shards, nullptr, count, threads);
 }
 
 ZEROCAST_EXPORT(adamw_cast)(const void* numerics, const void* table, long long count,
                             const void* updates, long long threads) {
     using namespace zerocast;
-    Shards shards{(const CastShard*)table, (const AdamWUpdate*)updates};
-    launch(*(const NumericsTable*)numerics, shards, count, threads);
+    auto shards = (const CastShard*)table;
+    auto of_shards = (const AdamWUpdate*)updates;
+    for (i64 i = 0; i < count; i++) {
+        const CastShard& shard = shards[i];
+        if (!shard.guess) continue;
+        bool writes = goes_by_rows(shard, of_shards + i);
+        shard.guess->written = writes ? shard.guess->next : -1;
+    }
+    launch(*(const NumericsTable*)numerics, shards, of_shards, count, threads);
 }

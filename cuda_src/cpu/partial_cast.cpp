@@ -1,5 +1,5 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
-// keeps its value.
+// keeps its value. What an update has written under the amax that the tensor has, it leaves.
 #include "cpu/cast_shard.h"
 
 namespace zerocast {
@@ -35,12 +35,24 @@ void cast(const NumericsTable& table, const CastShard& shard, const Region& regi
 ZEROCAST_EXPORT(partial_cast)(const void* numerics, const void* table, long long count,
                               long long threads) {
     using namespace zerocast;
+    auto shards = (const CastShard*)table;
+    for (i64 i = 0; i < count; i++) {
+        GuessedAmax* guess = shards[i].guess;
+        if (guess && guess->written != *shards[i].tensor_amax) guess->written = -1;
+    }
     auto piece = [&](const CastShard& shard, i64 begin, i64 end, i64) {
         auto& numerics_table = *(const NumericsTable*)numerics;
-        if (begin < shard.whole_begin)
-            cast(numerics_table, shard, Region{begin, min_of(end, shard.whole_begin)});
-        if (end > shard.whole_end)
-            cast(numerics_table, shard, Region{max_of(begin, shard.whole_end), end});
+        Span whole = whole_rows(shard);
+        if (begin < whole.begin)
+            cast(numerics_table, shard, Region{begin, min_of(end, whole.begin)});
+        if (end > whole.end) cast(numerics_table, shard, Region{max_of(begin, whole.end), end});
     };
     share_in_parallel<CastShard>(table, count, threads, shard_span, piece);
+    for (i64 i = 0; i < count; i++) {
+        GuessedAmax* guess = shards[i].guess;
+        if (!guess) continue;
+        i32 amax = *shards[i].tensor_amax;
+        // One that has just changed may go on changing.
+        *guess = GuessedAmax{-1, amax == guess->latest ? amax : -1, amax};
+    }
 }

@@ -20,6 +20,18 @@ struct NoUpdate {
 // Elements that are updated at a time, and then measured, from the nearest cache.
 constexpr i64 UPDATED = 1024;
 
+// A group of elements into the maxima of their blocks, BLOCK wide.
+template <int BLOCK>
+ZEROCAST_FN void raise_group(Native::Int* largest, const Native::Float (&x)[4]) {
+    constexpr int TOGETHER = (BLOCK < GROUP ? BLOCK : GROUP) / Native::WIDTH;
+    for (int i = 0; i < 4; i += TOGETHER, largest++) {
+        Native::Int found = *largest;
+        for (int k = i; k < i + TOGETHER; k++)
+            found = Native::max(found, Native::bits(x[k]) & MAGNITUDE_MASK);
+        *largest = found;
+    }
+}
+
 // ROWS rows of a panel whose blocks are BLOCK wide and whole. More than one, so that a block's
 // maxima are fetched and stored less often.
 template <int BLOCK, int ROWS, class T>
@@ -112,9 +124,8 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
             if constexpr (!SAME<Before, NoUpdate>) {
                 if (slots.grid.block_w == 16 && panel.col % 16 == 0 && panel.count % GROUP == 0
                     && before.goes_in_groups()) {  // NVFP4, measured in registers
-                    auto raise = [&](i64 i, Native::Float x) {
-                        Native::Int& in_block = largest[(panel.col + i) / 16];
-                        in_block = Native::max(in_block, Native::bits(x) & MAGNITUDE_MASK);
+                    auto raise = [&](i64 i, const Native::Float(&x)[4]) {
+                        raise_group<16>(largest + (panel.col + i) / 16, x);
                     };
                     before.in_groups(element, element + panel.count, [](i64) {}, raise);
                     continue;

@@ -184,6 +184,23 @@ ZEROCAST_FN void stream_line(u8* to, const u8* line) {
 #endif
 }
 
+// BYTES bytes from a register's place to an address that is a multiple of BYTES, past the caches.
+template <int BYTES>
+ZEROCAST_FN void stream(u8* to, const u8* from) {
+#if defined(__AVX512F__)
+    if constexpr (BYTES == 64) return _mm512_stream_si512((__m512i*)to, _mm512_load_si512(from));
+#endif
+#if defined(__AVX__)
+    if constexpr (BYTES == 32)
+        return _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)from));
+#endif
+#if defined(__SSE2__)
+    if constexpr (BYTES == 16)
+        return _mm_stream_si128((__m128i*)to, _mm_load_si128((const __m128i*)from));
+#endif
+    __builtin_memcpy(to, from, BYTES);
+}
+
 ZEROCAST_FN void stream_fence() {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -238,6 +255,29 @@ ZEROCAST_FN Native::Float load(const Bf16* from) {
 }
 ZEROCAST_FN Native::Float load(const Fp16* from) {
     return from_fp16<Native>(load_halves<Native>(from));
+}
+
+// Register i of a group of a master's elements.
+template <class T>
+ZEROCAST_FN Native::Float load_of(const T* group, int i) {
+    return load(group + i * Native::WIDTH);
+}
+
+// A group of BF16 elements that wait in a cache: those of two registers share 32 bits, the first
+// one's the low half, so that none moves to another place of its register.
+struct Waiting {
+    unsigned short bits;
+};
+ZEROCAST_FN Native::Float load_of(const Waiting* group, int i) {
+    auto two = Native::load_as<Native::Unsigned>(group + i / 2 * 2 * Native::WIDTH);
+    return Native::value((Native::Int)(i % 2 ? two & 0xFFFF0000u : two << 16));
+}
+ZEROCAST_FN void store_group(Waiting* group, const Native::Float (&x)[4]) {
+    for (int i = 0; i < 4; i += 2) {
+        auto low = (Native::Int)((Native::Unsigned)Native::bits(x[i]) >> 16);
+        Native::store(group + i * Native::WIDTH,
+                      Native::merge(0xFFFF, low, Native::bits(x[i + 1])));
+    }
 }
 
 // Read one nibble an element, the even element from the low one: WIDTH / 2 bytes.

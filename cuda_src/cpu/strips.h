@@ -26,6 +26,7 @@ struct Region {
     i64 begin, end;
     i64 col = 0, col_end = 1LL << 62;
     i64 ahead = PREFETCH_AHEAD;
+    bool streams = false;  // whether codes may pass the caches
 };
 
 struct Strip {

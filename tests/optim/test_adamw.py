@@ -343,3 +343,112 @@ def test_masters_that_change_before_the_cast(name: str, change: str, steps: list
     factor = 8 if change == "bound" else 1
     quantize_into(oracle.quantized_storage, factor * master.detach().view(70, 96))
     assert_same_lists([weight], [oracle], change)
+
+
+# --- codes that are written under a guess of the tensor's amax ---
+
+
+@pytest.mark.parametrize("backend", ON_CPU.values(), ids=ON_CPU)
+@pytest.mark.parametrize(
+    "change", ["none", "amax", "in place", "bound", "moved", "cast anew", "no gradient"]
+)
+def test_codes_under_a_guess(change: str, backend: CpuBackend) -> None:
+    """An update writes NVFP4's codes under the amax that the two casts before had; where that is
+    not the tensor's amax, or other masters are cast than were updated, the cast writes them anew.
+    """
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(70, 192, generator=g)
+    values[0, 0] = 8  # the largest, without a gradient
+    weight = zerocast.empty(values.shape, RECIPES["nvfp4"], dtype=torch.bfloat16)
+    master = torch.nn.Parameter(values.clone().view(-1))
+    with zerocast.use_backend(backend):
+        plan = zerocast.CastPlan([weight], [master.detach()], [0], zerocast.comm.SingleRank())
+    optimizer = FusedAdamW([master], lr=0.01, weight_decay=0)
+    optimizer.plan = plan
+    codes = weight.quantized_storage.buffers["rowwise_data"]
+    for i in range(4):
+        master.grad = torch.randn(values.numel(), generator=g)
+        master.grad[0] = 0
+        if i == 3 and change == "amax":
+            with torch.no_grad():
+                master[5] = 100
+        if i == 3 and change == "no gradient":
+            with torch.no_grad():
+                master.mul_(-1)
+            master.grad = None
+        before = codes.clone()
+        optimizer.step()
+        updated = codes.clone()
+        assert torch.equal(updated, before) == (i < 2 or (change == "no gradient" and i == 3))
+        if i == 3 and change == "cast anew":
+            plan.cast()
+        if i == 3 and change in ("in place", "cast anew"):
+            with torch.no_grad():
+                master[::2].mul_(-1)
+        elif i == 3 and change == "bound":
+            master = -master.detach()
+            plan.bind([master])
+        elif i == 3 and change == "moved":
+            codes = torch.zeros_like(codes)
+            zerocast.replace_raw_data(weight, codes)
+        plan.cast()
+    plan.post_all_gather_processing()
+    assert torch.equal(codes, updated) == (change in ("none", "moved"))
+    oracle = zerocast.quantize(master.detach().view(70, 192), weight.recipe, dtype=torch.bfloat16)
+    assert_same_lists([weight], [oracle], change)
+
+
+def test_guesses_of_ranks() -> None:
+    """On 3 ranks and 2 threads, weights in whole and in cut parts, of a few high rows, and in
+    groups of registers that no row is: the bytes of an update and a cast apart, where the largest
+    element stays, and where it changes on one rank.
+    """
+    shapes = ((700, 960), (48, 8192), (100, 1120))
+
+    def work(comm: Communicator, in_one: bool) -> list[torch.Tensor]:
+        with zerocast.use_backend(CpuBackend(threads=2)):
+            g = torch.Generator().manual_seed(0)
+            values = [torch.randn(s, generator=g) for s in shapes]
+            values[0][350, 0] = values[1][0, 0] = values[2][0, 0] = 8
+            params = [
+                torch.nn.Parameter(zerocast.quantize(x, RECIPES["nvfp4"], dtype=torch.bfloat16))
+                for x in values
+            ]
+            optimizer = ZeroOptimizer(
+                named(params), FusedAdamW, comm, lr=1e-3, weight_decay=0, betas=(0, 0)
+            )
+            if not in_one:
+                optimizer.inner.plan = None
+            for step in range(5):
+                g = torch.Generator().manual_seed(step)
+                gradients = [torch.randn(p.shape, generator=g) for p in params]
+                gradients[0][350, 0] = gradients[1][0, 0] = gradients[2][0, 0] = 0
+                set_gradients(params, gradients)
+                if step == 4 and comm.rank == 0:
+                    with torch.no_grad():
+                        optimizer.inner.param_groups[0]["params"][0].view(-1)[7] = 50
+                optimizer.step()
+        return params
+
+    apart, in_one = (run_in_process(3, lambda comm, i=i: work(comm, i)) for i in (False, True))
+    assert_same_lists(in_one[0], apart[0], "ranks")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-2d", "block"])
+def test_codes_past_the_caches(name: str) -> None:
+    """A launch of so many elements that codes are stored past the caches writes the bytes of
+    launches over a quarter of the rows each, on every instruction set.
+    """
+    rows, cols = 4096, 4128
+    g = torch.Generator().manual_seed(0)
+    master = torch.randn(rows, cols, generator=g)
+
+    def codes(values: torch.Tensor) -> torch.Tensor:
+        weight = zerocast.empty(values.shape, VARIANTS[name], dtype=torch.bfloat16)
+        plan = zerocast.CastPlan([weight], [values.reshape(-1)], [0], zerocast.comm.SingleRank())
+        plan.cast()
+        return weight.quantized_storage.buffers["rowwise_data"]
+
+    for backend in ON_CPU.values():
+        with zerocast.use_backend(backend):
+            assert torch.equal(codes(master), torch.cat(list(map(codes, master.chunk(4))))), backend

@@ -57,6 +57,7 @@ class CpuBackend(ReferenceBackend):
 
     name = "cpu"
     notes_changes = True
+    guesses_amaxes = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()
@@ -123,7 +124,8 @@ class CpuBackend(ReferenceBackend):
         return self._launch("expand_scales", numerics, rows, operands)
 
     def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        rows = _cast_rows([each for each in operands if each.extent != each.whole], masters)
+        left = [o for o in operands if o.extent != o.whole or o.guess is not None]
+        rows = _cast_rows(left, masters)
         return self._launch("partial_cast", numerics, rows, (operands, masters))
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:

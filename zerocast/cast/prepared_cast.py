@@ -3,7 +3,8 @@
 Note: amaxes that an optimizer took
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
-same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks. The
+same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks; of
+NVFP4 under a guess of the tensor's amax (:attr:`zerocast.numerics.TensorOperand.guess`). The
 next cast begins with these amaxes where they are those of the masters as they are: if since then no
 master was written, by torch's count of writes, none moved, other memory was bound to none, and no
 weight moved. Otherwise it measures again, and so does every later cast. A write that torch does not
@@ -234,7 +235,7 @@ class PreparedCast:
         with attempt:
             self._follow()
             if measured is None or measured != self._now():
-                self._begin(version)
+                self._begin(version, writes=self.steps.writes_early)
                 self.steps.run("partial_amax")
 
     def update(
@@ -255,7 +256,12 @@ class PreparedCast:
                 return list(updates)
             with self.released(anew=True):
                 self.bind(lent)
-                return self.update(version, updates)
+                return self._update(version, updates, guessing=False)
+        return self._update(version, updates, guessing=self.steps.guesses)
+
+    def _update(
+        self, version: CastVersion, updates: Sequence[AdamWUpdate], *, guessing: bool
+    ) -> list[AdamWUpdate]:
         places = {master.data_ptr(): i for i, master in enumerate(self.bound) if master is not None}
         by_place: list[AdamWUpdate | None] = [None] * len(self.bound)
         others = []
@@ -268,8 +274,8 @@ class PreparedCast:
         if any(by_place):
             self._measured = None
             self._follow()
-            self._begin(version)
-            self.steps.update(self._matrices.updates(by_place))
+            self._begin(version, writes=self.steps.writes_early or guessing)
+            self.steps.update(self._matrices.updates(by_place), guessing=guessing)
             self._measured = self._now()
         return others
 
@@ -279,12 +285,12 @@ class PreparedCast:
         if self._lie != self._lie_now():
             self.rebind(self.bound)
 
-    def _begin(self, version: CastVersion) -> None:
+    def _begin(self, version: CastVersion, *, writes: bool) -> None:
         """Clear the amaxes, and take the codes for written where they will be."""
         exchange = self._collectives.exchange
         exchange.follow_stream(self.gathered_scales)
         exchange.buffers.clear()
-        if self.steps.writes_early:
+        if writes:
             version.tick(self.addresses.written)
 
     def _now(self) -> tuple[object, ...]:

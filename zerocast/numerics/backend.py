@@ -46,6 +46,8 @@ class Backend(Protocol):
     name: str
     notes_changes: bool
     """Whether its casts fill :attr:`TensorOperand.changes`."""
+    guesses_amaxes: bool
+    """Whether its updates write codes under :attr:`TensorOperand.guess`."""
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast

@@ -67,6 +67,7 @@ class CastSteps:
     Attributes:
         writes_early: whether the first step writes codes: under delayed scaling, and of whole
             blocks.
+        guesses: whether :meth:`update` may write codes under a guess of the tensor's amax.
         chooses_scales: whether there are steps of 4-over-6.
     """
 
@@ -88,8 +89,14 @@ class CastSteps:
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
         self.writes_early = self.chooses_scales = False
+        self._guesses = torch.full((len(operands), 3), -1, dtype=torch.int32, device="cpu")
+        self.guesses = False
         if not judges_amaxes:
-            operands = [(s, _read_once(s, operand, backend)) for s, operand in operands]
+            operands = [
+                (s, _read_once(s, operand, backend, guess))
+                for (s, operand), guess in zip(operands, self._guesses, strict=True)
+            ]
+            self.guesses = any(operand.guess is not None for _, operand in operands)
         by_recipe: dict[Recipe, list[int]] = {}
         for i, (storage, _) in enumerate(operands):
             by_recipe.setdefault(storage.recipe, []).append(i)
@@ -110,10 +117,13 @@ class CastSteps:
             for launch in self._launches[step]:
                 launch()
 
-    def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
+    def update(self, updates: Sequence[AdamWUpdate | None], *, guessing: bool = True) -> None:
         """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. It
-        cannot be used where amaxes are judged.
+        cannot be used where amaxes are judged. ``guessing``: whether codes may be written that wait
+        for the tensor's amax.
         """
+        if not guessing:
+            self._guesses.fill_(-1)
         if self._updates is None:
             self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
         for launch in self._updates:
@@ -148,7 +158,7 @@ class CastSteps:
             # When the codes are written, their scale must not have moved on yet.
             launches["compute_scale"] += [cast, scale]
         else:
-            if any(operand.whole for operand in operands):
+            if any(operand.whole for operand in operands if operand.guess is None):
                 self.writes_early = True
                 amax = backend.partial_amax_cast(numerics, operands, masters)
             else:
@@ -166,11 +176,23 @@ class CastSteps:
 
 
 def _read_once(
-    storage: QuantizedStorage, operand: TensorOperand, backend: Backend
+    storage: QuantizedStorage, operand: TensorOperand, backend: Backend, guess: torch.Tensor
 ) -> TensorOperand:
-    """Return the operand with the rows that one pass measures and casts."""
-    whole = whole_rows_of(storage, operand, backend)
-    return replace(operand, whole=whole) if whole else operand
+    """Return the operand with the rows that one pass measures and casts: of NVFP4 that of an
+    update, under a guess.
+    """
+    if whole := whole_rows_of(storage, operand, backend):
+        return replace(operand, whole=whole)
+    grids = [each.plane.grid for each in operand.cast_planes]
+    guesses = (
+        backend.guesses_amaxes
+        and storage.recipe.numerics == NVFP4Numerics()  # rounded to nearest
+        and len(grids) == 1
+        and not storage.shared_amaxes()
+    )
+    if guesses and (whole := whole_rows(grids, operand.extent)):
+        return replace(operand, whole=whole, guess=guess)
+    return operand
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:
