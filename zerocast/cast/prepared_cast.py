@@ -5,10 +5,11 @@ Note: amaxes that an optimizer took
 An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
 same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks; of
 NVFP4 under a guess of the tensor's amax (:attr:`zerocast.numerics.TensorOperand.guess`). The
-next cast begins with these amaxes where they are those of the masters as they are: if since then no
-master was written, by torch's count of writes, none moved, other memory was bound to none, and no
-weight moved. Otherwise it measures again, and so does every later cast. A write that torch does not
-count (through ``.data``) must not come between the update and the cast.
+next cast begins with these amaxes where they are those of the masters as they are, and these codes
+stand: if since then no master or weight was written, by torch's count of writes, none moved, and
+other memory was bound to no master. Otherwise it measures again and writes all codes, and so does
+every later cast. A write that torch does not count (through ``.data``) must not come between the
+update and the cast.
 """
 
 from __future__ import annotations
@@ -295,13 +296,13 @@ class PreparedCast:
 
     def _now(self) -> tuple[object, ...]:
         """What amaxes are taken of, unequal where that has changed: the launches, which are made
-        anew where a weight has moved, and the masters' memory and writes, as torch counts them: of
-        a flat plan's those of their storages, and its bindings.
+        anew where a weight has moved, the masters' memory, and the writes of masters and weights,
+        as torch counts them: of a flat plan those of its masters' storages, and its bindings.
         """
         # An address alone may be that of memory which was freed meanwhile.
         memory = [StorageWeakRef(master.untyped_storage()) for master in self._seen]
         bindings = self.masters.version if self._is_flat else 0
-        writes = [master._version for master in self._seen]
+        writes = [each._version for each in (*self._seen, *self.addresses.written)]
         return self.steps, memory, self._lie_now(), writes, bindings
 
     @torch.inference_mode(False)
