@@ -161,7 +161,7 @@ class Protocol:
     def make_plan(self) -> Ops:
         """A plan is made."""
         yield from self.do("check_specs", "descriptions.check_descriptions?")
-        yield from self.do(*["consistency._exchange: gather"] * 2, "_plan", "plan.__init__?")
+        yield from self.do(*["consistency._exchange: gather"] * 2, "_plan", "plan._agree?")
         self.forgets = False
 
     def given(self, *faults: str) -> Ops:
