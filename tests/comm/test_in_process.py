@@ -266,3 +266,18 @@ def test_a_failing_rank_releases_sub_groups_too():
 
     with pytest.raises(OSError, match="gone"):
         run_in_process(3, body)
+
+
+def test_a_gather_of_large_parts_moves_bits():
+    """Ranks copy large parts from each other, without a shared result: unequal ones, and none."""
+    counts = [100_000, 0, 70_001]
+    whole = torch.arange(sum(counts), dtype=torch.int64)
+
+    def gather(comm):
+        buffer = torch.full_like(whole, -1)
+        start = sum(counts[: comm.rank])
+        buffer[start : start + counts[comm.rank]] = whole[start : start + counts[comm.rank]]
+        comm.all_gather_(buffer, counts)
+        return torch.equal(buffer, whole)
+
+    assert run_in_process(3, gather) == [True] * 3

@@ -5,11 +5,10 @@ It is the strictest of the communicators. If ranks call different collectives, o
 different shapes, or wait for one that has returned, every rank raises an error. Sums are taken in
 rank order, so they are the same bits in every run.
 
-Each collective is one exchange: in a rendezvous the ranks see each other's tensors, of a gather
-they copy the others' parts, else they fill a shared result together, and after a second rendezvous
-copy from it. A reduction is split by ranges
-of elements, not by ranks, so hundreds of ranks with small tensors do not make hundreds of tiny
-operations each.
+Each collective is one exchange: in a rendezvous the ranks see each other's tensors, they fill a
+shared result together, and after a second rendezvous copy from it. Of a gather of large parts they
+copy these from each other instead. A reduction is split by ranges of elements, not by ranks, so
+hundreds of ranks with small tensors do not make hundreds of tiny operations each.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
 T = TypeVar("T")
 
 _GRAIN = 1 << 15
-"""The fewest elements of a rank's part in a reduction: for fewer, the calls cost more."""
+"""The fewest elements of a rank's part that are moved alone: for fewer, the calls cost more."""
 
 
 _Signature: TypeAlias = tuple[Any, ...]
@@ -95,8 +94,17 @@ class InProcessCommunicator(Communicator):
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         detail = None if counts is None else tuple(counts)
-        call = _Call(_signature("all_gather_", buffer, detail), flat)
-        parts = flat.split(chunks)
+        signature = _signature("all_gather_", buffer, detail)
+        if flat.numel() < self.size * _GRAIN:
+            start = sum(chunks[: self.rank])
+            mine = slice(start, start + chunks[self.rank])
+
+            def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+                result[mine] = flat[mine]
+
+            flat.copy_(self._exchange(signature, flat, fill))
+            return
+        call, parts = _Call(signature, flat), flat.split(chunks)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
             if rank != self.rank:  # nobody writes the part that others read
                 parts[rank].copy_(theirs.split(chunks)[rank])
