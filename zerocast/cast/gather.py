@@ -17,7 +17,7 @@ keeps it by itself, and lends it to others meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -194,6 +194,21 @@ class CodeGather:
                 if self._device.type == "cpu":
                     self._spare[:] = [max([*self._spare, buffer], key=_memory)]
 
+        return end
+
+    def start_into(self, weights: Mapping[str, QuantizedStorage]) -> Callable[[], None]:
+        """:meth:`start`, of codes that others than the plan's weights receive, by name. The buffers
+        in which this rank's codes were cast are not held any more.
+        """
+        self._specs = [replace(spec, storage=weights[spec.name]) for spec in self._specs]
+        self.look()
+        end = self.start()
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._specs = [
+            replace(spec, codes=dict.fromkeys(spec.codes, nothing)) for spec in self._specs
+        ]
+        self.look()
+        self._stage = None
         return end
 
     def _filled(self) -> torch.Tensor:

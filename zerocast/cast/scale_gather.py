@@ -56,6 +56,8 @@ class ScaleGather:
         weights: by place in the plan those of the group, in order, and the planes whose scales
             travel.
         owners: of these, counted from 0.
+        is_kept: whether :attr:`compact` has memory for every gather; else :meth:`put_together`
+            gives it after one.
 
     Attributes:
         own: by place in the plan and name of a plane, what this rank makes.
@@ -67,6 +69,8 @@ class ScaleGather:
         comm: Communicator,
         weights: Mapping[int, tuple[QuantizedStorage, Sequence[Plane]]],
         owners: Owners,
+        *,
+        is_kept: bool = True,
     ) -> None:
         self._comm = comm
         self.own: dict[int, dict[str, OwnScales]] = {i: {} for i in weights}
@@ -93,41 +97,50 @@ class ScaleGather:
         self._typed = {each: self._gathered.view(each) for each in set(dtypes.values())}
         self._none = {each: OwnScales(range(0), all_[:0]) for each, all_ in self._typed.items()}
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
+        self._parts: dict[int, dict[str, list[tuple[range, torch.Tensor]]]] = {}
         for (i, name), of_plane in segments.items():
             found = [
                 (rank, blocks, self._arrived(first, len(blocks), dtypes[i]))
                 for rank, blocks, first in of_plane
             ]
-            self._find(i, name, dtypes[i], found)
+            self.own[i][name] = self._none[dtypes[i]]
+            for rank, blocks, arrived in found:
+                if rank == comm.rank:
+                    self.own[i][name] = OwnScales(blocks, arrived)
+            parts = [(blocks, arrived) for _, blocks, arrived in found]
+            if is_kept:
+                self.compact[i][name] = self._room(parts, dtypes[i])
+            else:
+                self._parts.setdefault(i, {})[name] = parts
 
     def _arrived(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """So many scales from a byte on, as they arrive."""
         begin = first // dtype.itemsize
         return self._typed[dtype][begin : begin + count]
 
-    def _find(
-        self,
-        i: int,
-        name: str,
-        dtype: torch.dtype,
-        segments: Sequence[tuple[int, range, torch.Tensor]],
-    ) -> None:
-        """Find the scales of one plane where its ``segments`` arrive: of each its rank, its blocks
-        and the memory.
+    def _room(
+        self, parts: Sequence[tuple[range, torch.Tensor]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return where all scales of one plane are put together after a gather, of ``parts``, their
+        blocks and where they arrive; one part stays there.
         """
-        self.own[i][name] = self._none[dtype]
-        for rank, blocks, arrived in segments:
-            if rank == self._comm.rank:
-                self.own[i][name] = OwnScales(blocks, arrived)
-        if len(segments) == 1:
-            self.compact[i][name] = segments[0][2]
-            return
-        total = sum(len(blocks) for _, blocks, _ in segments)
+        if len(parts) == 1:
+            return parts[0][1]
+        total = sum(len(blocks) for blocks, _ in parts)
         whole = torch.zeros(total, dtype=dtype, device=self._gathered.device)
-        for _, blocks, arrived in segments:
+        for blocks, arrived in parts:
             self._pieces[0].append(whole[blocks.start : blocks.stop])
             self._pieces[1].append(arrived)
-        self.compact[i][name] = whole
+        return whole
+
+    def put_together(self, i: int) -> dict[str, torch.Tensor]:
+        """Return, by plane, all scales of the weight at place ``i`` of the plan, which have been
+        gathered and are not kept in :attr:`compact`.
+        """
+        return {
+            name: torch.cat([each for _, each in sorted(parts, key=lambda part: part[0].start)])
+            for name, parts in self._parts[i].items()
+        }
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ def save_pretrained(
 
     The files are the same on any number of ranks, and hold for every quantized weight what
     ``zerocast.quantize`` of the whole weight gives. A rank holds its shards, two buckets, and its
-    own codes of three at most, not the model.
+    own codes and scales of two, not the model.
 
     Args:
         model: with quantized weights, whole on every rank, or with masters sharded by FSDP2. A

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -12,21 +11,19 @@ from zerocast.arguments import present
 from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
 from zerocast.cast.consistency import exchange_owners
-from zerocast.cast.shard_spec import NO_CODES, ShardSpec
+from zerocast.cast.shard_spec import NO_CODES, ShardBuffers, ShardSpec
 from zerocast.comm import Attempt, Communicator, announcing
 from zerocast.errors import ZerocastError
 from zerocast.export.entries import Entry, Shard
+from zerocast.export.gathered import ONE_BY_ONE_FROM, allocate_codes, start_scales
 from zerocast.formats import byte_span
-from zerocast.layout import Owners
+from zerocast.layout import Extent, Owners
 from zerocast.numerics import Changes, NVFP4Numerics
+from zerocast.sharded.all_gather_input import CastShard
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.weight_operands import OwnScales
 from zerocast.untraced import untraced
-
-ONE_BY_ONE_FROM = 1 << 20
-"""Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
-collective more takes less time than copying them would."""
-
 
 _LAST = ("compute_scale", "partial_cast")
 """The steps of a cast that need nothing of other ranks."""
@@ -69,10 +66,10 @@ class EntryOwners:
 
 
 class ShardPlan(CastPlan):
-    """A plan for a bucket of entries that are cast.
+    """A plan for a bucket of entries that are cast once.
 
-    A cast writes the codes of this rank's elements into buffers of their size, and makes the scales
-    of the blocks that begin in them. No rank has whole codes or scales before :meth:`start_gather`.
+    A cast writes the codes of this rank's elements, and the scales of the blocks that begin in
+    them, into buffers of their size. No rank has whole codes or scales before :meth:`start_gather`.
     Making a plan is not collective, but for what it may raise: on this rank alone.
 
     Args:
@@ -83,7 +80,7 @@ class ShardPlan(CastPlan):
         held_codes: by name what :attr:`own` was after the cast before, to be written again.
 
     Attributes:
-        storages: by name tensor amaxes; after a gather whole codes and scales.
+        storages: by name tensor amaxes, and the scales that every rank makes.
         own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
             elements in them are 0.
         changes: by name, of those with ``held_codes``, the bytes of these that the cast changed:
@@ -104,38 +101,41 @@ class ShardPlan(CastPlan):
         self.storages: dict[str, QuantizedStorage] = {}
         self.own: dict[str, torch.Tensor] = {}
         self.changes: dict[str, Changes] = {}
+        self._scales: dict[str, list[OwnScales]] = {}  # of each matrix
         shards: list[Shard] = []
         for entry in entries:
-            recipe, shard = present(entry.recipe), present(entry.shard)
-            device = to_local(entry.tensor).device
-            shape = _own_shape(entry)
-            (plane,) = recipe.planes(shape, columnwise=False)
-            buffers = {
-                name: spec.allocate(device)
-                for name, spec in recipe.buffers(shape, columnwise=False).items()
-                if name != plane.codes_name
-            }
-            storage = QuantizedStorage(shape, entry.dtype, recipe, buffers, entry.tp_shard)
-            storage.amax_group = entry.amax_group
-            first, last = byte_span(recipe.numerics.fmt, shard.extent.start, shard.extent.end)
+            shard = present(entry.shard)
+            storage, scales = _cast_shard(entry, shard.extent)
+            first, last = byte_span(storage.form.numerics.fmt, shard.extent.start, shard.extent.end)
             own = held_codes.get(entry.name)
+            device = storage.device
             notes_changes = backend_for(device).notes_changes and not storage.stack
             if own is not None and notes_changes:  # noted of one matrix
                 self.changes[entry.name] = storage.changes = Changes.none(len(own), device)
             else:
                 own = torch.zeros(last - first, dtype=torch.uint8, device=device)
-            self.own[entry.name] = own
-            self.storages[entry.name] = storage
+            self.own[entry.name], self.storages[entry.name] = own, storage
+            if scales:
+                self._scales[entry.name] = scales
             shards.append(shard)
+        self._comm_of = [shard.comm for shard in shards]
         super().__init__(
             [QuantizedTensor(storage) for storage in self.storages.values()],
             [shard.values for shard in shards],
             [shard.extent.start if shard.values is not None else None for shard in shards],
-            [shard.comm for shard in shards],
+            self._comm_of,
             names=list(self.storages),
-            fsdp_shard_model_weights=list(self.own.values()),
+            fsdp_shard_model_weights=[self._buffers_of(name) for name in self.storages],
             exchange="boundary",
         )
+
+    def _buffers_of(self, name: str) -> torch.Tensor | ShardBuffers:
+        """What receives this rank's part of a weight."""
+        if name not in self._scales:
+            return self.own[name]
+        plane: str = self.storages[name].planes[0].name
+        scales = [{plane: each} for each in self._scales[name]]
+        return ShardBuffers([self.own[name]], scales, frozenset([plane]))
 
     def _exchange_owners(
         self,
@@ -171,8 +171,11 @@ class ShardPlan(CastPlan):
 
     @untraced
     def encode(self) -> None:
-        """End a cast: its scales, and the codes that wait for them."""
+        """End a cast: its scales, and the codes that wait for them. Its amaxes and launches are let
+        go of.
+        """
         self._run(lambda name: name in _LAST)
+        del self._prepared, self._exchange, self._verification
 
     def _run(self, is_run: Callable[[str], bool]) -> None:
         with announcing(self._comms):
@@ -199,52 +202,90 @@ class ShardPlan(CastPlan):
 
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
         """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
-        returns :attr:`storages`, whole.
+        returns the weights by name, whole. It holds nothing of this plan, whose codes and scales
+        have been copied.
         """
-        self._allocate_codes(one_by_one=True)  # where they are received
-        waits = [gather.start() for gather in self._gathers]
-        waits.append(self._prepared.start_scales())
+        whole = {
+            name: QuantizedStorage(
+                each.shape, each.dtype, each.recipe, dict(each.buffers), each.tp_shard
+            )
+            for name, each in self.storages.items()
+        }
+        device = self._device
+        allocate_codes(whole.values(), device, one_by_one=True)  # where they are received
+        waits = [gather.start_into(whole) for gather in self._gathers]
+        waits += self._start_scales(whole)
 
         def finish() -> dict[str, QuantizedStorage]:
-            self._allocate_codes(one_by_one=False)
+            allocate_codes(whole.values(), device, one_by_one=False)
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
-            self._version.has_scales = True
-            return self.storages
+            return whole
 
         return finish
 
-    def _allocate_codes(self, *, one_by_one: bool) -> None:
-        """Allocate the whole codes, all of which a gather writes, of the weights that are gathered
-        one by one, or of the others.
+    def all_gather_scales(self) -> None:
+        """Bring the scales that each rank made to every rank, into :attr:`storages`."""
+        for wait in self._start_scales(self.storages):
+            wait()
+
+    def _start_scales(self, into: Mapping[str, QuantizedStorage]) -> list[Callable[[], None]]:
+        """Begin to gather scales; what is returned ends that, and stores them in the weights
+        ``into``, which get memory for them then.
         """
-        for storage in self.storages.values():
-            if (storage.shape.numel() >= ONE_BY_ONE_FROM) == one_by_one:
-                name = storage.planes[0].codes_name
-                codes = storage.form.buffers[name]
-                storage.buffers[name] = torch.empty(
-                    codes.shape, dtype=codes.dtype, device=storage.device
-                )
-        QuantizedStorage.bump_buffers_version()
+        members: dict[Communicator, list[str]] = {}
+        for name, comm in zip(self._names, self._comm_of, strict=True):
+            if name in self._scales:
+                members.setdefault(comm, []).append(name)
+        return [
+            start_scales(
+                comm,
+                self._owners.of(comm, names),
+                {name: self.storages[name] for name in names},
+                self._scales,
+                into,
+            )
+            for comm, names in members.items()
+        ]
 
     def own_scales(self, name: str) -> torch.Tensor | None:
         """Return the scales of the blocks that begin in this rank's shard, one a block, flat; None
         where every rank has all that are stored, or has to have them before it can tell which are
         its own: those of blocks of several rows, stored for each row.
         """
-        plane, stack = self.storages[name].planes[0], self.storages[name].stack
-        if plane.scales.row_repeat > 1:
+        if self.storages[name].planes[0].scales.row_repeat > 1 or name not in self._scales:
             return None
-        before = itertools.takewhile(lambda other: other != name, self.storages)
-        first = sum(self.storages[other].stack.numel() for other in before)
-        own = [self._prepared.own_scales.get(first + i, {}) for i in range(stack.numel())]
-        found = [planes[plane.name].entries for planes in own if plane.name in planes]
-        return torch.cat(found) if found else None
+        return torch.cat([each.entries for each in self._scales[name]])
 
     @property
     def repeats_scales(self) -> bool:
         """Whether a weight stores the scale of a block for each of its rows."""
         return any(each.planes[0].scales.row_repeat > 1 for each in self.storages.values())
+
+
+def _cast_shard(entry: Entry, extent: Extent) -> tuple[CastShard, list[OwnScales]]:
+    """Return an entry as its cast finds it, and by matrix room for the scales of the blocks that
+    begin in ``extent``; none where every rank makes all scales, which are in the weight then.
+    """
+    recipe, shape, tp_shard = present(entry.recipe), _own_shape(entry), entry.tp_shard
+    device = to_local(entry.tensor).device
+    (plane,) = recipe.planes(shape, columnwise=False)
+    spans = tp_shard is not None and plane.spans(tp_shard.dim)
+    is_owned = not (spans or recipe.has_one_block or not shape.numel())
+    left_out = {plane.codes_name} | ({plane.scales_name} if is_owned else set())
+    buffers = {
+        name: spec.allocate(device)
+        for name, spec in recipe.buffers(shape, columnwise=False).items()
+        if name not in left_out
+    }
+    storage = CastShard(shape, entry.dtype, recipe, buffers, tp_shard)
+    storage.device, storage.amax_group = device, entry.amax_group
+    dtype, numel, scales = recipe.numerics.scale_dtype, plane.grid.numel, list[OwnScales]()
+    for start in range(0, shape.numel(), numel) if is_owned else ():
+        own = extent.intersect(Extent(start, start + numel))
+        blocks = plane.grid.owned(own.shifted(-start)) if own else range(0)
+        scales.append(OwnScales(blocks, torch.zeros(len(blocks), dtype=dtype, device=device)))
+    return storage, scales
 
 
 def _own_shape(entry: Entry) -> torch.Size:

@@ -7,6 +7,7 @@ shards and one bucket, never the model.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -246,7 +247,7 @@ class Export:
 
         While one is gathered the next is cast and the one after it is measured, and the gather of
         the next is begun before one is yielded. Let go of its tensors before asking for more, and a
-        rank holds its shards, two buckets, and its shards' codes of three at most.
+        rank holds its shards, two buckets, and its shards' codes and scales of two.
 
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
@@ -258,23 +259,19 @@ class Export:
             return
         # Collectives follow one another, and a small one would wait behind the gather before it. So
         # all that is exchanged for a bucket comes before the gather of the one before it.
-        following, finish = self._begin(buckets[0]), None
-        self._exchange(*following)
-        for i, bucket in enumerate(buckets):
-            plan, _ = following
+        plan: ShardPlan | None = None
+        finish: Callable[[], NamedTensors] = dict
+        for bucket, after in itertools.pairwise([[], *buckets, [], []]):
             if plan is not None:
                 plan.encode()
-            following = self._begin(buckets[i + 1]) if i + 1 < len(buckets) else (None, None)
-            tensors: NamedTensors = finish() if finish is not None else {}
-            del finish  # and what it holds of the bucket's cast
-            self._exchange(*following)
-            finish = self.gather(bucket, plan)
-            del plan
-            if i:
+            following, error = self._begin(after)
+            tensors = finish()
+            finish = dict  # what the other held is let go of
+            self._exchange(following, error)
+            finish, plan = self.gather(bucket, plan), following
+            if tensors:
                 yield tensors
             del tensors
-        assert finish is not None
-        yield finish()
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[Entry], plan: ShardPlan | None) -> Callable[[], NamedTensors]:

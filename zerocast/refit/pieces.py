@@ -20,6 +20,7 @@ from zerocast.export.values import check_tensor_scale
 from zerocast.export.weights import Export, whole
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import is_sharded, to_local
+from zerocast.tensors import QuantizedStorage
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Pi
         shard.comm,
     )
     own_scales = plan.own_scales(entry.name)
+    if own_scales is not None:  # what is stored is of the whole's shape, and nowhere
+        spec = storage.form.buffers[plane.scales_name].allocate(torch.device("meta"))
+        buffers = {**storage.buffers, plane.scales_name: spec}
+        storage = QuantizedStorage(storage.shape, storage.dtype, storage.recipe, buffers)
     check_tensor_scale(entry.name, dialect, storage)
     for part, tensor in dialect.encode_scales(storage).items():
         its_range = (scale_range if part == dialect.scales else matrix_range)(plane, extent)

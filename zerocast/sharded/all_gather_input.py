@@ -18,7 +18,7 @@ from zerocast.sharded.state import State
 from zerocast.tensors import QuantizedStorage, TensorParallelShard
 
 
-class _CastShard(QuantizedStorage):
+class CastShard(QuantizedStorage):
     """A weight as its cast finds it whose codes and scales go elsewhere: the tensor amax, the
     recipe's state, and the scale of a weight that has one.
 
@@ -32,10 +32,10 @@ class _CastShard(QuantizedStorage):
     has_columnwise: bool = False
     has_scales: bool = True
 
-    def matrix(self, index: int) -> _CastShard:
+    def matrix(self, index: int) -> CastShard:
         """Return matrix ``index`` of a stack."""
         found = super().matrix(index)
-        matrix = _CastShard(found.shape, found.dtype, found.recipe, found.buffers)
+        matrix = CastShard(found.shape, found.dtype, found.recipe, found.buffers)
         matrix.device, matrix.has_columnwise = self.device, self.has_columnwise
         return matrix
 
@@ -90,7 +90,7 @@ class AllGatherInput:
             for name, spec in recipe.buffers(shape, columnwise=columnwise).items()
             if name not in left_out
         }
-        self.storage = _CastShard(shape, dtype, recipe, buffers | state, tp_shard)
+        self.storage = CastShard(shape, dtype, recipe, buffers | state, tp_shard)
         self.storage.device, self.storage.has_columnwise = device, len(gathered) > 1
         self.sent = {
             plane: torch.zeros(self.rows.sent_bytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,69 @@
+"""The weights of a bucket while ranks gather them: memory is given to each part when it arrives.
+
+Of what is gathered in a staging buffer codes get memory when the gather ends, and scales get it
+weight by weight. So a rank has a bucket once as it travels and once as it is stored, and no more.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from zerocast.backends import backend_for
+from zerocast.cast.matrices import Matrices
+from zerocast.cast.scale_gather import ScaleGather
+from zerocast.cast.shard_spec import NO_CODES, ShardSpec
+from zerocast.comm import Communicator
+from zerocast.layout import NOTHING, Owners
+from zerocast.tensors import QuantizedStorage, prepare_expansion
+from zerocast.tensors.weight_operands import OwnScales
+
+ONE_BY_ONE_FROM = 1 << 20
+"""Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
+collective more takes less time than copying them would."""
+
+
+def allocate_codes(
+    weights: Iterable[QuantizedStorage], device: torch.device, *, one_by_one: bool
+) -> None:
+    """Allocate the whole codes, all of which a gather writes, of the weights that are gathered one
+    by one, or of the others.
+    """
+    for weight in weights:
+        if (weight.shape.numel() >= ONE_BY_ONE_FROM) == one_by_one:
+            name = weight.planes[0].codes_name
+            codes = weight.form.buffers[name]
+            weight.buffers[name] = torch.empty(codes.shape, dtype=codes.dtype, device=device)
+    QuantizedStorage.bump_buffers_version()
+
+
+def start_scales(
+    comm: Communicator,
+    owners: Owners,
+    cast: Mapping[str, QuantizedStorage],
+    own: Mapping[str, Sequence[OwnScales]],
+    into: Mapping[str, QuantizedStorage],
+) -> Callable[[], None]:
+    """Begin to bring the scales of the weights ``cast`` to every rank of ``comm``, of each matrix
+    those that this rank has in ``own``; what is returned ends that, and stores them in ``into``,
+    which gets memory for them then.
+    """
+    specs = [ShardSpec(name, True, each, NOTHING, NO_CODES, None) for name, each in cast.items()]
+    matrices, group = Matrices(specs), {comm: range(len(specs))}
+    planes = {i: (each.storage, each.storage.planes[:1]) for i, each in enumerate(matrices.specs())}
+    gather = ScaleGather(comm, planes, matrices.owners(group, {comm: owners})[comm], is_kept=False)
+    for i, given in enumerate(each for name in cast for each in own[name]):
+        (room,) = gather.own[i].values()
+        room.entries.copy_(given.entries)
+    wait = gather.start()
+
+    def finish() -> None:
+        wait()
+        for at, (name, shard) in enumerate(cast.items()):
+            weight, scales = into[name], shard.planes[0].scales_name
+            weight.buffers[scales] = weight.form.buffers[scales].allocate(shard.device)
+            (places,) = matrices.of_each([[at]])
+            compact = {number: gather.put_together(i) for number, i in enumerate(places)}
+            for launch in prepare_expansion(weight.matrices, compact, backend_for(shard.device)):
+                launch()
+
+    return finish
