@@ -106,14 +106,14 @@ def test_trained_bytes_are_saved_as_they_are(tmp_path, name, recipe):
 
 
 @pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/nvfp4"])
-def test_a_rank_holds_two_buckets_and_its_codes_of_three(tmp_path, name):
+def test_a_rank_holds_two_buckets_and_its_codes_of_two(tmp_path, name):
     """And that does not grow with the model, of 24 or 48 layers, two a file: beside the model and
     its masters, of which a ZeroOptimizer's rank has whole layers, the file that is written, the one
-    that comes, what was cast of three and its amaxes, and the buffer by way of which small weights
-    travel. No copy is made for the file.
+    that comes, what was cast of two and the amaxes of one. No copy is made for the file.
     """
-    shape, peaks = (256, 256), {}
-    bucket = 2 * shape[0] * shape[1] * DIALECTS[name].recipe.numerics.fmt.bits // 8
+    shape, peaks, recipe = (512, 512), {}, DIALECTS[name].recipe
+    (plane,) = recipe.planes(shape, columnwise=False)
+    codes = 2 * shape[0] * shape[1] * recipe.numerics.fmt.bits // 8
     for layers in (24, 48):
         folder = tmp_path / str(layers)
 
@@ -123,14 +123,15 @@ def test_a_rank_holds_two_buckets_and_its_codes_of_three(tmp_path, name):
             optimizer = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm)
             options = {"dialect": name, "optimizer": optimizer, "from_masters": True}
             with LiveMemory() as memory:
-                save_pretrained(model, folder, bucket_bytes=bucket, **options)
+                save_pretrained(model, folder, bucket_bytes=codes, **options)
             return memory.peak
 
         peaks[layers] = max(run_ranks("in_process", 4, run))
         files = [file.stat().st_size for file in folder.glob("*.safetensors")]
         assert len(files) == layers // 2
     assert peaks[48] <= 1.05 * peaks[24]
-    assert peaks[24] <= max(files) * (2 + 1.5 * 3 + 1)
+    scales = max(files) - codes  # which threads gather by way of a copy that they share
+    assert peaks[24] <= max(files) * (2 + 2) + 2 * 4 * plane.grid.num_blocks + scales
 
 
 def test_masters_are_rounded_to_the_dtype_that_is_given(tmp_path):
