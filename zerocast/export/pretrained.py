@@ -104,9 +104,10 @@ def save_pretrained(
                     f"which has some; choose another, or remove them."
                 )
 
-    count, places, size, i = len(export.plan_buckets()), dict[str, str](), 0, 0
-    attempt = Attempt()
-    for tensors in export.buckets():  # of which enumerate would hold the latest
+    count, places, size = len(export.plan_buckets()), dict[str, str](), 0
+    attempt, buckets = Attempt(), export.buckets()
+    for i in range(count):
+        tensors = next(buckets)  # of which enumerate would hold the latest
         file = f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         places.update(dict.fromkeys(tensors, file))
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -114,7 +115,6 @@ def save_pretrained(
             with attempt:
                 _write(tensors, folder / file)
         del tensors  # before the next ones come
-        i += 1
     raise_together(comm, attempt.error)
 
     with raising_together(comm):
