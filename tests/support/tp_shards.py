@@ -29,8 +29,15 @@ def shape_of(recipe: Recipe) -> torch.Size:
 
 
 def tp_shard_of(whole: QuantizedTensor, tp_shard: TensorParallelShard) -> dict[str, torch.Tensor]:
-    """The buffers of ``part``, cut out of those of ``whole``."""
+    """The buffers of ``tp_shard``, cut out of those of ``whole``."""
     storage, recipe = whole.quantized_storage, whole.recipe
+    if stack := recipe.stack_of(whole.shape):
+        if tp_shard.has_whole_matrices(recipe):
+            begin, end = tp_shard.start // tp_shard.step, tp_shard.size // tp_shard.step
+            return {n: each.narrow(0, begin, end) for n, each in storage.buffers.items()}
+        own = tp_shard.of_matrix(recipe)
+        parts = [tp_shard_of(QuantizedTensor(matrix), own) for matrix in storage.matrices]
+        return {n: torch.stack([p[n] for p in parts]).unflatten(0, stack) for n in parts[0]}
     expected = dict(storage.buffers)  # what is the same for all parts
     planes = zip(recipe.planes(whole.shape), recipe.planes(tp_shard.shape), strict=True)
     for plane, own in planes:

@@ -75,9 +75,9 @@ def test_chunks_are_those_of_torch(shape, dim, size):
             r"each, got rows \[0, 4\) of \(4, 3, 2\)\.$",
         ),
         (
-            lambda: TensorParallelShard.chunk((4, 3, 2), 1, SingleRank()),
-            r"a weight can be sharded in its first or its last dimension, got dimension 1 of shape "
-            r"\(4, 3, 2\); reshape it to a matrix first\.$",
+            lambda: TensorParallelShard.chunk((4, 5, 3, 2), 1, SingleRank()),
+            r"a weight can be sharded in its first dimension or in one of its last two, got "
+            r"dimension 1 of shape \(4, 5, 3, 2\); reshape it first\.$",
         ),
     ],
 )

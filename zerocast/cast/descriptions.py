@@ -18,7 +18,6 @@ from zerocast.errors import RankMismatchError, ZerocastError
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import recipe_fields
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.tp_shard import LINES
 
 
 def describe(spec: ShardSpec) -> dict[str, str]:
@@ -38,7 +37,7 @@ def describe_whole(spec: ShardSpec) -> dict[str, str]:
     assert tp_shard is not None
     described = {
         "shape": str(tuple(tp_shard.whole)),
-        "sharded dimension": LINES[tp_shard.dim],
+        "sharded dimension": tp_shard.kind,
         **_described(spec),
     }
     if storage.has_columnwise:
@@ -119,7 +118,12 @@ def _lines(
         if alike not in place_of:
             place_of[alike] = places.setdefault(json.dumps(describe(spec)), len(places))
         name = {"name": spec.name} if spec.is_named else {}
-        lines.append(json.dumps([place_of[alike], name, _state(storage)]))
+        # Ranks of tensor parallelism that have whole matrices have states of their own.
+        matrices = storage.tp_shard is not None and storage.tp_shard.has_whole_matrices(
+            storage.recipe
+        )
+        is_own = describe is describe_whole and matrices
+        lines.append(json.dumps([place_of[alike], name, {} if is_own else _state(storage)]))
     return [f"[{', '.join(places)}]", *lines]
 
 

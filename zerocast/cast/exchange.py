@@ -82,10 +82,9 @@ class Exchange:
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
         self.heard_by = [
             comm
-            for comm, indices in (*members.items(), *tp_shards.items())
-            if comm.size > 1
-            and (device.type == "cpu" or not comm.captures(device))
-            and len(indices) > 0
+            # Of tensor parallelism a rank may have no matrix where others have some.
+            for comm in (*(comm for comm, own in members.items() if len(own) > 0), *tp_shards)
+            if comm.size > 1 and (device.type == "cpu" or not comm.captures(device))
         ]
         # By group of several ranks its entries, and of these the words for the step where this rank
         # reads them.
@@ -147,7 +146,7 @@ class Exchange:
         for i, storage in tp_shards:
             shared = [p.name for p in storage.cast_planes if storage.spans_tp_shards(p)]
             pieces = [self.buffers.amaxes[i].blocks[name] for name in shared]
-            if storage.recipe.scales_tensor:
+            if storage.tp_shard is not None and storage.recipe.scales_tensor:
                 pieces.append(self.buffers.tensor_amaxes[i])
             for piece in pieces:
                 first = piece.storage_offset()

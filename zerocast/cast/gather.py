@@ -325,7 +325,7 @@ class CodeGather:
 
     def _contiguous_codes(self) -> torch.Tensor | None:
         """The codes as one flat tensor in gather order, where that is how they lie in memory."""
-        if self._is_cast_elsewhere and None in self._codes:
+        if not self._chunks or (self._is_cast_elsewhere and None in self._codes):
             return None
         head = self._flat(self._chunks[0].weight)
         for chunk in self._chunks:

@@ -64,10 +64,11 @@ class Matrices:
 
     def _owners(self, places: Sequence[int], owners: Owners) -> Owners:
         counts = torch.tensor([len(self._of[i]) for i in places], dtype=torch.int64, device="cpu")
-        if counts.le(1).all():
+        if counts.eq(1).all():
             return owners
         shapes = [self._specs[i].storage.shape for i in places]
-        numel = torch.tensor([s.numel() for s in shapes], dtype=torch.int64, device="cpu") // counts
+        numel = torch.tensor([s.numel() for s in shapes], dtype=torch.int64, device="cpu")
+        numel = numel // counts.clamp(min=1)  # of none nobody owns anything
         # Each shard, once for every matrix that it reaches: `number` is that of the weight.
         size = numel[owners.weight]
         first, last = owners.start // size, (owners.end - 1) // size
@@ -111,8 +112,10 @@ class Matrices:
 def _extents(spec: ShardSpec) -> list[Extent]:
     """Return what this rank owns of each matrix, in elements of the stack."""
     numel = spec.storage.shape[-2:].numel()
-    starts = range(0, spec.storage.shape.numel(), numel)
-    return [spec.extent.intersect(Extent(start, start + numel)) for start in starts]
+    return [
+        spec.extent.intersect(Extent(i * numel, (i + 1) * numel))
+        for i in range(spec.storage.form.num_matrices)
+    ]
 
 
 def _matrices(spec: ShardSpec) -> list[ShardSpec]:

@@ -329,5 +329,6 @@ def _try_function(storage: QuantizedStorage) -> bool:
     numerics = storage.form.numerics
     if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):
         return False
-    numerics.amax_by_callable(storage.matrices[0].buffers["amax_history"].clone())
+    for matrix in storage.matrices[:1]:
+        numerics.amax_by_callable(matrix.buffers["amax_history"].clone())
     return True

@@ -329,7 +329,7 @@ def _leave_file(
     }
     if tp_shard is not None:
         fault["tensor parallel shard"] = [
-            list(tp_shard.whole), tp_shard.dim, tp_shard.start, tp_shard.size,
+            list(tp_shard.whole), tp_shard.dim, tp_shard.start, tp_shard.size, tp_shard.per_matrix,
         ]  # fmt: skip
     tensors = {"master": whole.master, "amaxes": whole.amaxes}
     tensors |= {f"before/{name}": tensor for name, tensor in whole.before.items()}

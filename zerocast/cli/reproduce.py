@@ -77,8 +77,10 @@ class Fault:
         )
         self._tp_shard: TensorParallelShard | None = None
         if (place := described.get("tensor parallel shard")) is not None:
-            whole, dim, start, size = place
-            self._tp_shard = TensorParallelShard(torch.Size(whole), dim, start, size, SingleRank())
+            whole, dim, start, size, *per_matrix = place
+            self._tp_shard = TensorParallelShard(
+                torch.Size(whole), dim, start, size, SingleRank(), *per_matrix
+            )
         self.stands_alone = self._tp_shard is None and not described["grouped"]
         self.held = self.weight()
         amaxes = len(self.held.matrices) * self.held.amax_slots

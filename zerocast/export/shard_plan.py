@@ -270,7 +270,7 @@ def _cast_shard(entry: Entry, extent: Extent) -> tuple[CastShard, list[OwnScales
     recipe, shape, tp_shard = present(entry.recipe), _own_shape(entry), entry.tp_shard
     device = to_local(entry.tensor).device
     (plane,) = recipe.planes(shape, columnwise=False)
-    spans = tp_shard is not None and plane.spans(tp_shard.dim)
+    spans = tp_shard is not None and tp_shard.is_spanned_by(plane, recipe)
     is_owned = not (spans or recipe.has_one_block or not shape.numel())
     left_out = {plane.codes_name} | ({plane.scales_name} if is_owned else set())
     buffers = {

@@ -35,7 +35,7 @@ class CastShard(QuantizedStorage):
     def matrix(self, index: int) -> CastShard:
         """Return matrix ``index`` of a stack."""
         found = super().matrix(index)
-        matrix = CastShard(found.shape, found.dtype, found.recipe, found.buffers)
+        matrix = CastShard(found.shape, found.dtype, found.recipe, found.buffers, found.tp_shard)
         matrix.device, matrix.has_columnwise = self.device, self.has_columnwise
         return matrix
 

@@ -233,9 +233,12 @@ def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, .
     """Return, by rank, the shards of the weight of which ``tp_shard`` is one of
     :meth:`zerocast.TensorParallelShard.chunk`.
     """
-    size = tp_shard.require_comm().size
-    chunks = [chunk(tp_shard.lines, rank, size) for rank in range(size)]
-    return tuple(dataclasses.replace(tp_shard, start=each.start, size=each.size) for each in chunks)
+    size, step = tp_shard.require_comm().size, tp_shard.step
+    chunks = [chunk(tp_shard.lines // step, rank, size) for rank in range(size)]
+    return tuple(
+        dataclasses.replace(tp_shard, start=each.start * step, size=each.size * step)
+        for each in chunks
+    )
 
 
 @functools.lru_cache(maxsize=1024)

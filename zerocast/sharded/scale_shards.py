@@ -85,7 +85,7 @@ class ScaleShards:
             height, blocks = plane.grid.block_h, plane.grid.blocks_w
             if stack:
                 height, blocks = 1, stack[1:].numel() * plane.grid.num_blocks
-            spans = tp_shard is not None and plane.spans(tp_shard.dim)
+            spans = tp_shard is not None and tp_shard.is_spanned_by(plane, recipe)
             if rows.world_size > 1 and height <= self._of_rank and not spans:
                 start = round_up(size, _ALIGNMENT)
                 sent = self._sent[plane.name] = _SentPlane(height, blocks, start)

@@ -132,11 +132,11 @@ class HeldPlanes:
 
     def spans_tp_shards(self, plane: Plane) -> bool:
         """Say whether blocks of ``plane`` reach across the other shards of the whole weight."""
-        return self.tp_shard is not None and plane.spans(self.tp_shard.dim)
+        return self.tp_shard is not None and self.tp_shard.is_spanned_by(plane, self.recipe)
 
     def shared_amaxes(self) -> list[range]:
-        """Return the entries of :attr:`amax_slots` that are amaxes over other shards of the whole
-        weight, too; none where the weight is not a tensor-parallel shard.
+        """Return the entries of :attr:`amax_slots`, of each matrix of a stack, that are amaxes over
+        other shards of the whole weight, too; none where it is not a tensor-parallel shard.
         """
         if self.tp_shard is None:
             return []

@@ -183,10 +183,12 @@ def quantize_into(
     if storage.device.type == "meta":
         storage.mark_written()
         return amax
-    master = plain_master(source, storage.device).view(len(matrices), *matrices[0].shape)
+    master = plain_master(source, storage.device).view(
+        len(matrices), *storage.shape[len(storage.stack) :]
+    )
     sources: list[torch.Tensor] = []
     operands: list[tuple[QuantizedStorage, TensorOperand]] = []
-    for matrix, values, own in zip(matrices, master, amax.split(slots), strict=True):
+    for matrix, values, own in zip(matrices, master, amax.view(len(matrices), slots), strict=True):
         extent, candidates = Extent(0, values.numel()), _candidates(matrix)
         amaxes = Amaxes.whole(matrix, own)
         operand = tensor_operand(
@@ -236,11 +238,13 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
 
     Args:
         storage: the weight's bytes.
-        amax: int32 [storage.amax_slots], the amaxes of this rank's shard.
+        amax: int32 [storage.amax_slots], the amaxes of this rank's shard; of a stack those of one
+            matrix after the other.
     """
     ranges = storage.shared_amaxes()
-    if ranges:
-        entries = [amax[each.start : each.stop] for each in ranges]
+    if ranges and amax.numel():
+        of_matrices = amax.split(storage.amax_slots)
+        entries = [own[each.start : each.stop] for own in of_matrices for each in ranges]
         buffer = torch.cat(entries)
         present(storage.tp_shard).require_comm().all_reduce_max_(buffer)
         for entry, reduced in zip(entries, buffer.split([len(e) for e in entries]), strict=True):

@@ -171,7 +171,8 @@ class QuantizedStorage(HeldPlanes):
         """Matrix ``index`` of a stack, around views of these buffers as they lie now."""
         dims = len(self.stack)
         buffers = {name: b.flatten(end_dim=dims - 1)[index] for name, b in self.buffers.items()}
-        matrix = QuantizedStorage(self.shape[dims:], self.dtype, self.recipe, buffers)
+        tp_shard = None if self.tp_shard is None else self.tp_shard.of_matrix(self.recipe)
+        matrix = QuantizedStorage(self.shape[dims:], self.dtype, self.recipe, buffers, tp_shard)
         matrix._form = self.form.of_matrix
         return matrix
 
@@ -194,13 +195,16 @@ class QuantizedStorage(HeldPlanes):
         casts the weight later. Matrix ``i`` of the stack ``experts`` is ``experts[i]``.
         """
         counter = self.buffers.get("rounding_counter")
-        if counter is None:
+        if counter is None or not counter.numel():  # a rank may have no matrix of a stack
             return
         if counter.is_meta:
             self._name = self._name or name
         elif int(counter.view(-1)[0]) == 0:
             count = counter.numel() // 2
-            names = [f"{name}[{i}]" for i in range(count)] if self.stack else [name]
+            first = 0
+            if self.tp_shard is not None and self.tp_shard.has_whole_matrices(self.recipe):
+                first = self.tp_shard.start // max(self.shape[-2], 1)
+            names = [f"{name}[{first + i}]" for i in range(count)] if self.stack else [name]
             hashes = [zlib.crc32(each.encode()) or 1 for each in names]  # 0: it has no name
             counter.view(count, 2)[:, 0] = torch.tensor(
                 hashes, dtype=counter.dtype, device=counter.device

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.arguments import check_integer, check_shape, shown
+from zerocast.arguments import check_flag, check_integer, check_shape, shown
 from zerocast.comm import Communicator
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
@@ -37,7 +37,9 @@ class TensorParallelShard:
     other ranks of ``comm`` hold.
 
     A weight is the matrix [M, K], M the product of the leading dimensions and K the last one. The
-    shards of a group are of one dimension and cover the whole once; a shard may be empty.
+    shards of a group are of one dimension and cover the whole once; a shard may be empty. Of a
+    weight [..., M, K] that is quantized matrix by matrix (experts) a shard has columns of each
+    matrix, rows of each, or as entries of the first dimension whole matrices.
 
     Attributes:
         whole: the shape of the whole weight.
@@ -45,6 +47,8 @@ class TensorParallelShard:
         start, size: in rows, or columns, of the matrix.
         comm: the tensor-parallel group. None in a shard that was unpickled, for a group cannot be
             saved; a cast then asks for it.
+        per_matrix: whether the rows are those of each matrix [M, K] of a weight [..., M, K], and
+            not entries of its first dimension.
 
     Raises:
         InputError: for a range outside of the whole, or rows that are no multiple of those of one
@@ -56,6 +60,7 @@ class TensorParallelShard:
     start: int
     size: int
     comm: Communicator | None
+    per_matrix: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "whole", check_shape("whole", self.whole))
@@ -71,6 +76,12 @@ class TensorParallelShard:
                 f"comm must be a zerocast communicator, which zerocast.as_communicator makes of a "
                 f"group, or None, got {shown(self.comm)}."
             )
+        check_flag("per_matrix", self.per_matrix)
+        if self.per_matrix and (self.dim != ROWS or len(self.whole) < 3):
+            raise InputError(
+                f"per_matrix is for rows of each matrix of a weight of three dimensions or more, "
+                f"got {LINES[self.dim]} of shape {tuple(self.whole)}."
+            )
         if self.dim == ROWS and len(self.whole) < 2:
             raise InputError(
                 f"rows are sharded of a weight of two dimensions or more, got shape "
@@ -81,10 +92,10 @@ class TensorParallelShard:
                 f"a shard must lie inside its whole, {self.lines} {LINES[self.dim]} of shape "
                 f"{tuple(self.whole)}, got start {self.start} and size {self.size}."
             )
-        if self.start % self._step or self.size % self._step:
+        if self.start % self.step or self.size % self.step:
             raise InputError(
                 f"a shard of shape {tuple(self.whole)} must be whole entries of its first "
-                f"dimension, {self._step} rows each, got {self}."
+                f"dimension, {self.step} rows each, got {self}."
             )
 
     @classmethod
@@ -94,31 +105,34 @@ class TensorParallelShard:
 
         Args:
             whole: the shape of the whole weight.
-            dim: the dimension of the tensor, the first or the last one; may count from the end.
+            dim: the dimension of the tensor, the first or one of the last two; may count from the
+                end.
 
         Raises:
-            InputError: for a dimension between the two, whose shards are neither rows nor columns.
+            InputError: for another dimension, whose shards are neither rows nor columns.
         """
         dims = len(whole)
         at = dim + dims if dim < 0 else dim
-        if at not in (0, dims - 1):
+        if at not in (0, dims - 2, dims - 1):
             raise InputError(
-                f"a weight can be sharded in its first or its last dimension, got dimension {dim} "
-                f"of shape {tuple(whole)}; reshape it to a matrix first."
+                f"a weight can be sharded in its first dimension or in one of its last two, got "
+                f"dimension {dim} of shape {tuple(whole)}; reshape it first."
             )
         # The only dimension of a vector is its last one: the columns of a matrix of one row.
-        columns = at == dims - 1
-        step = 1 if columns else math.prod(whole[1:-1])
+        columns, per_matrix = at == dims - 1, 0 < at == dims - 2
+        step = 1 if columns or per_matrix else math.prod(whole[1:-1])
         own = chunk(whole[at], comm.rank, comm.size)
         place = COLUMNS if columns else ROWS
-        return cls(torch.Size(whole), place, own.start * step, own.size * step, comm)
+        return cls(torch.Size(whole), place, own.start * step, own.size * step, comm, per_matrix)
 
     @property
     def shape(self) -> torch.Size:
         """The shape of this shard."""
         if self.dim == COLUMNS:
             return torch.Size((*self.whole[:-1], self.size))
-        return torch.Size((self.size // self._step, *self.whole[1:]))
+        if self.per_matrix:
+            return torch.Size((*self.whole[:-2], self.size, self.whole[-1]))
+        return torch.Size((self.size // self.step, *self.whole[1:]))
 
     @property
     def lines(self) -> int:
@@ -127,19 +141,38 @@ class TensorParallelShard:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The numbers of rows and columns of the whole."""
-        return math.prod(self.whole[:-1]), self.whole[-1]
+        """The numbers of rows and columns of the whole, or of each of its matrices."""
+        rows = self.whole[-2] if self.per_matrix else math.prod(self.whole[:-1])
+        return rows, self.whole[-1]
 
     @property
-    def _step(self) -> int:
-        """The number of rows of one entry of the first dimension."""
-        return 1 if self.dim == COLUMNS else math.prod(self.whole[1:-1])
+    def step(self) -> int:
+        """The number of rows of one entry of the dimension that is sharded."""
+        return 1 if self.dim == COLUMNS or self.per_matrix else math.prod(self.whole[1:-1])
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this shard of ``tensor``, which has the whole's shape: a view."""
-        if self.dim == COLUMNS:
-            return tensor.narrow(-1, self.start, self.size)
-        return tensor.narrow(0, self.start // self._step, self.size // self._step)
+        at = -1 if self.dim == COLUMNS else -2 if self.per_matrix else 0
+        return tensor.narrow(at, self.start // self.step, self.size // self.step)
+
+    def has_whole_matrices(self, recipe: Recipe) -> bool:
+        """Whether it is matrices of a weight that ``recipe`` quantizes matrix by matrix, so that
+        ranks have nothing in common.
+        """
+        is_stack = len(recipe.stack_of(self.whole)) > 0
+        return is_stack and self.dim == ROWS and not self.per_matrix
+
+    def of_matrix(self, recipe: Recipe) -> TensorParallelShard | None:
+        """Return what it has of each matrix of a weight that ``recipe`` quantizes matrix by matrix;
+        None for all of it.
+        """
+        if self.has_whole_matrices(recipe):
+            return None
+        return TensorParallelShard(self.whole[-2:], self.dim, self.start, self.size, self.comm)
+
+    def is_spanned_by(self, plane: Plane, recipe: Recipe) -> bool:
+        """Whether blocks of ``plane``, of a weight under ``recipe``, reach across other shards."""
+        return plane.spans(self.dim) and not self.has_whole_matrices(recipe)
 
     def require_comm(self) -> Communicator:
         """Return the tensor-parallel group.
@@ -161,18 +194,14 @@ class TensorParallelShard:
 
         The last shard may end where the whole does, and an empty one may lie anywhere. Blocks that
         reach across the whole weight (FP8 with one scale, or with one a row) are sharded anywhere:
-        their amaxes are shared. Shards of a stack of matrices are refused.
+        their amaxes are shared. So are matrices of a weight that is quantized matrix by matrix.
         """
         recipe.check_shape(self.whole)
-        if recipe.stack_of(self.whole):
-            raise InputError(
-                f"a tensor-parallel shard is of one matrix, got {self}, a stack of them under "
-                f"{type(recipe).__name__}; give each rank whole matrices, as weights of a group of "
-                f"its own."
-            )
         if tuple(shape) != tuple(self.shape):
             raise InputError(f"{self} have shape {tuple(self.shape)}, got {tuple(shape)}.")
         end = self.start + self.size
+        if self.has_whole_matrices(recipe):
+            return
         for plane in _cast_planes(recipe, self.whole, columnwise=columnwise):
             if plane.spans(self.dim) or not self.size:
                 continue
@@ -185,11 +214,14 @@ class TensorParallelShard:
                 )
 
     def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
-        """Say which entries of the shard's amaxes (:attr:`QuantizedStorage.amax_slots`) are amaxes
-        over other shards, too: of blocks that reach across shards, and the tensor's where scales
-        depend on it. The same on all ranks, but for where in its buffer a rank has them.
+        """Say which entries of the amaxes of the shard (:attr:`QuantizedStorage.amax_slots`), or of
+        each of its matrices, are amaxes over other shards, too: of blocks that reach across shards,
+        and the tensor's where scales depend on it. The same on all ranks, but for where in its
+        buffer a rank has them.
         """
-        ranges, at = [], 0
+        ranges, at = list[range](), 0
+        if self.has_whole_matrices(recipe):
+            return ranges
         for plane in _cast_planes(recipe, self.shape, columnwise=columnwise):
             blocks = plane.grid.num_blocks
             if plane.spans(self.dim):
@@ -208,17 +240,24 @@ class TensorParallelShard:
                 ignored where there is an ``error``.
         """
         comm = self.require_comm()
-        line = f"{tuple(self.whole)} sharded by {LINES[self.dim]}, {line}"
+        line = f"{tuple(self.whole)} sharded by {self.kind}, {line}"
         check_same(comm, [line], "every rank must cast its shard of the same weight alike", error)
         check_tp_shards(comm, ["the weight"], [self])
 
+    @property
+    def kind(self) -> str:
+        """What is sharded."""
+        return LINES[self.dim] + (" of each matrix" if self.per_matrix else "")
+
     def __str__(self) -> str:
+        each = "each matrix of " if self.per_matrix else ""
         lines = f"{LINES[self.dim]} [{self.start}, {self.start + self.size})"
-        return f"{lines} of {tuple(self.whole)}"
+        return f"{lines} of {each}{tuple(self.whole)}"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return the range without the group, which cannot be pickled."""
-        return TensorParallelShard, (self.whole, self.dim, self.start, self.size, None)
+        place = self.whole, self.dim, self.start, self.size
+        return TensorParallelShard, (*place, None, self.per_matrix)
 
     def __deepcopy__(self, memo: object) -> TensorParallelShard:
         return self
