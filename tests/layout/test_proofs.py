@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from z3 import And, If, Implies, Ints, Or, Sum
 
-from tests.support.symbolic import Refuted, Symbol, assume, in_range, ordered, prove
+from tests.support.symbolic import Refuted, Symbol, assume, in_range, prove
 from zerocast.formats import E2M1, E4M3
 
 BLOCKS = [(1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 128)]
@@ -74,14 +74,11 @@ def numbers_belong_to_one_block(grid, one, other):
     of blocks and the same columns of blocks.
     """
     assume(within(one, 0, grid.numel), within(other, 0, grid.numel))
-    ordered(grid.rows, one // grid.cols, grid.cols)
     (row, col), (other_row, other_col) = (
         (each // grid.cols // grid.block_h, each % grid.cols // grid.block_w)
         for each in (one, other)
     )
-    ordered(row, grid.blocks_h, grid.blocks_w)
     yield within(grid.block_of(one), 0, grid.num_blocks)
-    ordered(row, other_row, grid.blocks_w)
     same = grid.block_of(one) == grid.block_of(other)
     yield Implies(same, And(row == other_row, col == other_col))
 
@@ -91,10 +88,7 @@ def owners_have_one_block_each(grid, element, i, j):
     so the ranges of :meth:`BlockGrid.owned` of shards that cover a weight cover its blocks, once.
     """
     assume(element >= 0, element <= grid.numel, within(i, 0, grid.blocks_h), j >= 0)
-    width = grid.cols * grid.block_h
-    for factor in (width, grid.blocks_w):
-        ordered(i, element // width, factor)
-    is_first = i * width + j * grid.block_w < element
+    is_first = i * (grid.cols * grid.block_h) + j * grid.block_w < element
     counted = i * grid.blocks_w + j < grid.blocks_before(element)
     yield Implies(j < grid.blocks_w, is_first == counted)
 
@@ -102,20 +96,8 @@ def owners_have_one_block_each(grid, element, i, j):
 def touched_blocks_hold_all_elements(m, grid, start, end, index):
     """A rank keeps the amaxes of the blocks of all of its elements."""
     assume(start >= 0, within(index, start, end), end <= grid.numel)
-    found, row = grid.touched(m.extent.Extent(start, end)), index // grid.cols
-    for edge in (start // grid.cols, -(-end // grid.cols), grid.rows):
-        ordered(row, edge, grid.cols)
-    for edge in edges(m, grid, start, end):
-        ordered(edge, row // grid.block_h, grid.blocks_w)
+    found = grid.touched(m.extent.Extent(start, end))
     yield within(grid.block_of(index), found.start, found.stop)
-
-
-def edges(m, grid, start, end):
-    """The rows of blocks that :meth:`BlockGrid.touched` begins and ends with."""
-    tile = m.block_grid.TILE_ROWS
-    last = m.block_grid.round_up(m.block_grid.ceil_div(end, grid.cols), tile)
-    first = start // grid.cols // tile * tile // grid.block_h
-    return [first, m.block_grid.ceil_div(last, grid.block_h), grid.blocks_h]
 
 
 def cut_by(m, grid, element):
@@ -128,11 +110,8 @@ def boundaries_cut_blocks_of_both_sides(m, grid, element, i, j):
     """``cut_by`` gives exactly the blocks with elements before a boundary and others behind it."""
     assume(element > 0, element < grid.numel, i >= 0, j >= 0)
     start, end = cut_by(m, grid, element)
-    h, w, rows, cols, row = grid.block_h, grid.block_w, grid.rows, grid.cols, element // grid.cols
-    last_row, last_col = min((i + 1) * h, rows) - 1, min((j + 1) * w, cols) - 1
-    for one, other in ((i * h, row), (last_row, row), (row, rows)):
-        ordered(one, other, cols)
-    ordered(i, row // h, grid.blocks_w)
+    h, w, cols = grid.block_h, grid.block_w, grid.cols
+    last_row, last_col = min((i + 1) * h, grid.rows) - 1, min((j + 1) * w, cols) - 1
     is_cut = And(i * h * cols + j * w < element, element <= last_row * cols + last_col)
     exists = And(i < grid.blocks_h, j < grid.blocks_w)
     yield Implies(exists, is_cut == within(i * grid.blocks_w + j, start, end))
@@ -144,9 +123,6 @@ def later_boundaries_cut_later_blocks(m, grid, one, other):
     largest end so far, and nothing else of it, is cut for the first time.
     """
     assume(one > 0, one <= other, other < grid.numel)
-    ordered(one // grid.cols, other // grid.cols, grid.cols)
-    ordered(other // grid.cols, grid.rows, grid.cols)
-    ordered(one // grid.cols // grid.block_h, other // grid.cols // grid.block_h, grid.blocks_w)
     a, b = cut_by(m, grid, one), cut_by(m, grid, other)
     yield And(a[0] <= b[0], a[1] <= b[1])
 
@@ -201,9 +177,7 @@ def chunks_cover_once(m, length, size, rank, row):
     yield And(first.start == 0, last.end == length, own.end == following.start)
     yield And(own.start <= own.end, own.end <= length)
     # Which rank has a row: the one that says so.
-    most = -(-length // size)
-    ordered(rank, row // most, most)
-    yield within(row, own.start, own.end) == (row // most == rank)
+    yield within(row, own.start, own.end) == (row // -(-length // size) == rank)
 
 
 def extents_intersect_as_sets(m, a, b, c, d, element):
@@ -222,7 +196,6 @@ def flat_ranges_share_no_byte(m, first, second, size, rank, element):
     layout = m.flat_layout.FlatLayout((first, second), size)
     own, following = layout.rank_extent(rank), layout.rank_extent(rank + 1)
     yield And(own.end == following.start, own.start % 2 == 0)
-    ordered(-(-(first + second) // size), layout.rank_numel, size)
     yield layout.numel >= first + second
     shard = layout.shards(rank)[1]
     is_owned = within(first + element, own.start, own.end)
@@ -236,10 +209,7 @@ def whole_rows_hold_whole_blocks(m, grid, start, end, index, peer):
     width = grid.cols * grid.block_h
     is_in, peer_is_in = (within(each, found.start, found.end) for each in (index, peer))
     yield Implies(is_in, within(index, start, end))
-    row, other = index // width, peer // width
-    for edge in (-(-start // width), end // width, other):
-        ordered(edge, row, width)
-    yield Implies(And(is_in, row == other), peer_is_in)
+    yield Implies(And(is_in, index // width == peer // width), peer_is_in)
 
 
 def accepted_partitions_cover_once(m, numel, element, a, b, c, d, e, f):
@@ -273,46 +243,25 @@ def bytes_have_one_writer(m, start, end, after, element):
 # --- No number on the way to a result reaches 2^63. ---
 
 
-def bounded(m, grid, start, end, *rows):
-    """An extent, and that the products of the rows and blocks of a row are at most the elements."""
-    assume(start >= 0, start < end, end <= grid.numel, grid.numel <= MOST)
-    for row in rows:
-        ordered(row * grid.block_h, grid.rows, grid.cols)
-        ordered(row, grid.rows, grid.blocks_w)
-    ordered(grid.blocks_w, grid.cols, grid.rows)
-    return m.extent.Extent(start, end)
-
-
 def whole_rows_do_not_overflow(m, grid, start, end):
-    """Nor what lies in them."""
-    m.whole_rows.whole_rows([grid], bounded(m, grid, start, end))
-    yield from in_range(2**63)
-
-
-def numbers_of_blocks_do_not_overflow(m, grid, start, end):
-    """Nor entries of amaxes."""
-    bounded(m, grid, start, end, grid.blocks_h - 1, end // (grid.cols * grid.block_h))
-    ordered(grid.blocks_h, grid.rows, grid.blocks_w)
+    """Nor numbers of blocks, and entries of amaxes."""
+    assume(start >= 0, start < end, end <= grid.numel, grid.numel <= MOST)
+    m.whole_rows.whole_rows([grid], m.extent.Extent(start, end))
     assert [grid.amax_slots, grid.blocks_before(end)]
     yield from in_range(2**63)
 
 
-def blocks_of_elements_do_not_overflow(m, grid, start, end):
+def blocks_of_elements_do_not_overflow(m, grid, element):
     """Nor blocks that are cut."""
-    ordered(start // grid.cols, grid.rows, grid.cols)
-    bounded(m, grid, start, end, start // grid.cols // grid.block_h)
-    assert [grid.block_of(start), cut_by(m, grid, start)]
+    assume(within(element, 0, grid.numel), grid.numel <= MOST)
+    assert [grid.block_of(element), cut_by(m, grid, element)]
     yield from in_range(2**63)
 
 
 def touched_blocks_do_not_overflow(m, grid, start, end):
     """Nor the rows on the way to them."""
-    for row in (start // grid.cols, -(-end // grid.cols)):
-        ordered(row, grid.rows, grid.cols)
-    extent = bounded(m, grid, start, end)
-    for edge in edges(m, grid, start, end):
-        ordered(edge, grid.rows, grid.blocks_w)
-    grid.touched(extent)
+    assume(start >= 0, start < end, end <= grid.numel, grid.numel <= MOST)
+    grid.touched(m.extent.Extent(start, end))
     yield from in_range(2**63)
 
 
@@ -330,11 +279,8 @@ def ranges_do_not_overflow(m, first, second, size, rank):
     for fmt in (E4M3, E2M1):
         m.packing.byte_span(fmt, first, numel)
     yield from in_range(2**63)
-    most, layout = -(-numel // size), m.flat_layout.FlatLayout((first, second), size)
-    ordered(layout.rank_numel, most + (m.flat_layout.ALIGNMENT - 1), size)
-    for number in (most, layout.rank_numel):
-        ordered(rank + 1, size, number)
-        ordered(rank, size, number)
+    layout = m.flat_layout.FlatLayout((first, second), size)
+    yield layout.rank_numel * size <= (-(-numel // size) + m.flat_layout.ALIGNMENT) * size
     assert [layout.numel, layout.shard_slices(rank), m.extent.chunk(numel, rank, size)]
     yield from in_range(2**63)
 

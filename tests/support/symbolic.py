@@ -3,45 +3,55 @@
 A :class:`Symbol` stands for an integer, a :class:`Condition` for what a comparison of them says.
 Where Python has to know whether it holds, the function is run once for either answer that can be. A
 quotient is a number of its own, of which the solver knows what a quotient is. A product of two
-symbols is a number of its own as well (z3's reasoning about products is switched off), of which the
-solver knows its sign and the inequalities that a claim names (:func:`ordered`): what it has to
-decide is then linear. It always does, but may search for long: then another seed is tried. Only an
-example is looked for among true products.
+symbols is a number of its own as well (z3 reasons about products, but for long), so what the solver
+has to decide is linear. Where it answers with numbers that products cannot have, it is told the law
+that these break, and asked again. Only an example is looked for among true products.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import z3
-
-SECONDS, SEEDS = 5, 20
-"""Given to the solver for one search, and searches of a question that has no answer yet."""
 
 
 class Refuted(AssertionError):
     """A claim that does not follow, with an example if the solver finds one."""
 
 
+TIMES = z3.Function("times", *[z3.IntSort()] * 3)
+"""A product of two symbols, of which z3 itself knows nothing."""
+
+
+class Product(NamedTuple):
+    """Two numbers, and their product."""
+
+    x: Any
+    f: Any
+    both: Any
+
+
 class Path:
     """One run of a claim: the answers that comparisons were given, and what is known from them."""
 
     def __init__(self, answers: list[bool], assumed: tuple[Any, ...]) -> None:
-        self.answers = answers
-        self.asked = 0
+        self.answers, self.asked = answers, 0
         self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
         self.made: list[Any] = []
-        self._products: set[str] = set()
-        self._solver = _solver()
+        self._facts: list[Any] = []
+        self._products: dict[str, Product] = {}
+        self._solver = z3.Solver()
         self.know(*assumed)
 
     def know(self, *facts: Any) -> None:
         """Let the solver know ``facts``."""
-        self._solver.add(*map(self._expanded, facts))
+        self._facts += facts
+        self._solver.add(*map(self._noted, facts))
 
     def decide(self, condition: Any) -> bool:
         """Whether ``condition`` holds on this path; where it may or may not, first that it does."""
@@ -56,54 +66,67 @@ class Path:
         return answer
 
     def excludes(self, condition: Any) -> bool:
-        """Whether ``condition`` cannot be.
-
-        Raises:
-            AssertionError: where no seed finds out in time. How long z3 searches depends on its
-                seed, and on all that the process has asked it before.
-        """
-        expanded, solver = self._expanded(condition), self._solver
-        for seed in range(1, SEEDS + 1):
-            answer = solver.check(expanded)
-            if answer != z3.unknown or solver.reason_unknown() not in ("timeout", "canceled"):
-                return answer == z3.unsat
-            solver = _solver(seed)
-            solver.add(self._solver.assertions())
-        raise AssertionError(f"z3 searches for too long, whatever the seed: {condition}")
+        """Whether ``condition`` cannot be."""
+        asked = self._noted(condition)
+        while (answer := self._solver.check(asked)) == z3.sat:
+            if not (laws := list(self._broken_by(self._solver.model()))):
+                return False
+            self._solver.add(*laws)
+        assert answer == z3.unsat, f"z3 cannot tell: {condition}"
+        return True
 
     def example(self, condition: Any) -> str:
         """Numbers of which ``condition`` holds, on this path."""
         solver = z3.Solver()
-        solver.set("timeout", 4 * SECONDS * 1000)
-        solver.add(condition, *self._solver.assertions())
+        solver.set("timeout", 20_000)
+        solver.add(condition, *self._facts)
         return f"{solver.model()}" if solver.check() == z3.sat else "no example was found"
 
-    def _expanded(self, formula: Any) -> Any:
-        """``formula`` in sums of products. Of each product of symbols the solver is told that it is
-        0 where a factor is, and else as large as any of them, with its sign.
+    def _noted(self, formula: Any) -> Any:
+        """A formula as the solver is told it, whose products are noted."""
+        for each in _products_in(formula):
+            one, other = (z3.simplify(part, som=True) for part in each.children())
+            for sign, (x, f) in itertools.product((1, -1), ((one, other), (other, one))):
+                product = Product(*map(_told, (sign * x, f, sign * each)))
+                self._products[str(product)] = product
+        return _told(formula)
+
+    def _broken_by(self, model: Any) -> Iterator[Any]:
+        """Laws that the products of a model break: where x + gap <= y and 0 <= f <= g, and either
+        0 <= y or f is g, (x + gap) f <= y g.
         """
-        left = [expanded := z3.simplify(formula, som=True)]
-        while left:
-            left += (each := left.pop()).children()
-            factors = [part for part in each.children() if not z3.is_int_value(part)]
-            if not z3.is_mul(each) or len(factors) < 2 or str(each) in self._products:
-                continue
-            self._products.add(str(each))
-            product = z3.Product(*factors)
-            self._solver.add(z3.Or(*(factor == 0 for factor in factors)) == (product == 0))
-            for signs in itertools.product((1, -1), repeat=len(factors)):
-                sizes = [sign * f for sign, f in zip(signs, factors, strict=True)]
-                larger = z3.And(*(math.prod(signs) * product >= size for size in sizes))
-                self._solver.add(z3.Implies(z3.And(*(size > 0 for size in sizes)), larger))
-        return expanded
+        zero, known = z3.IntVal(0), self._products
+        known = {**{str(each.f): Product(zero, each.f, zero) for each in known.values()}, **known}
+        numbers = [
+            [model.eval(n, model_completion=True).as_long() for n in p] for p in known.values()
+        ]
+        pairs = itertools.permutations(zip(known.values(), numbers, strict=True), 2)
+        for ((one, (x, f, xf)), (other, (y, g, yg))), gap in itertools.product(pairs, (0, 1)):
+            if x + gap <= y and 0 <= f <= g and (y >= 0 or one.f.eq(other.f)) and xf + gap * f > yg:
+                orders = z3.And(one.x + gap <= other.x, one.f >= 0, one.f <= other.f)
+                sign = z3.Or(other.x >= 0, one.f == other.f)
+                yield z3.Implies(z3.And(orders, sign), one.both + gap * one.f <= other.both)
 
 
-def _solver(seed: int = 0) -> z3.Solver:
-    solver = z3.Solver()
-    solver.set("smt.arith.nl", False)
-    solver.set("smt.random_seed", seed)
-    solver.set("timeout", SECONDS * 1000)
-    return solver
+def _products_in(formula: Any) -> Iterator[Any]:
+    """Those of symbols."""
+    for part in formula.children():
+        yield from _products_in(part)
+    if z3.is_mul(formula) and len(_symbols(formula)) > 1:
+        yield formula
+
+
+def _symbols(product: Any) -> list[Any]:
+    return sorted((each for each in product.children() if not z3.is_int_value(each)), key=str)
+
+
+def _told(formula: Any) -> Any:
+    """A formula in sums of products, each of which is one of :data:`TIMES`."""
+    expanded, told = z3.simplify(formula, som=True), []
+    for each in _products_in(expanded):
+        number = math.prod(part for part in each.children() if z3.is_int_value(part))
+        told.append((each, number * functools.reduce(TIMES, _symbols(each))))
+    return z3.substitute(expanded, *told)
 
 
 _path: Any = None
@@ -206,12 +229,3 @@ def in_range(limit: int) -> Any:
     """That every number of this path so far lies between ``-limit`` and ``limit``."""
     for made in {str(made): made for made in _path.made}.values():
         yield z3.And(made > -limit, made < limit)
-
-
-def ordered(one: Any, other: Any, factor: Any) -> None:
-    """Tell the solver of three numbers what the order of the first two says of their products with
-    the third, where that is not negative.
-    """
-    a, b, f = map(term, (one, other, factor))
-    for least, most in ((a, b), (b, a), (a + 1, b), (b + 1, a)):
-        _path.know(z3.Implies(z3.And(least <= most, f >= 0), least * f <= most * f))
