@@ -96,7 +96,7 @@ void share(const Item* items, i64 count, i64 thread, i64 num_threads, const Rang
     i64 first = (i64)((__int128)total * thread / num_threads);
     i64 last = (i64)((__int128)total * (thread + 1) / num_threads);
     i64 before = 0;  // elements of the items so far
-    for (i64 i = 0; i < count && before < last; i++) {
+    for (i64 i = 0; i < count; i++) {
         Span span = range(items[i]);
         auto cut = [&](i64 at) {
             i64 element = span.begin + at - before;
@@ -149,8 +149,7 @@ ZEROCAST_FN i64 block_rows(const CastShard& shard) {
 // Whether a shard is cut between rows of blocks, so that no two threads touch one block: where
 // there is enough work for that to be even.
 ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 num_threads) {
-    return (shard.columnwise.codes || shard.rowwise.grid.num_blocks() > 1)
-           && shard.size() / block_rows(shard) >= 4 * num_threads;
+    return shard.size() / block_rows(shard) >= 4 * num_threads;
 }
 
 // The rows of blocks of a shard that are cast while they are measured: none where that would be

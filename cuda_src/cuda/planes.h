@@ -29,28 +29,28 @@ ZEROCAST_FN Entries four_times(i32 bits) { return Entries{{bits, bits, bits, bit
 
 // The first `left` of four entries, all at once where there are four and the address allows it.
 template <class Stored>
-ZEROCAST_FN void store_entries(Stored* to, const Entries& e, int left) {
+ZEROCAST_FN void store_entries(Stored* to, const Entries& e, i64 left) {
     if (left >= 4 && (u64)to % (4 * sizeof(Stored)) == 0) {
         if constexpr (sizeof(Stored) == 1)
             *(u32*)to =
                 (u32)e.bits[0] | (u32)e.bits[1] << 8 | (u32)e.bits[2] << 16 | (u32)e.bits[3] << 24;
         else
             *(int4*)to = int4{e.bits[0], e.bits[1], e.bits[2], e.bits[3]};
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        if (k >= left) continue;
-        if constexpr (SAME<Stored, float>)
-            to[k] = Scalar::value(e.bits[k]);
-        else
-            to[k] = (Stored)e.bits[k];
+        for (int k = 0; k < 4; k++) {
+            if (k >= left) continue;
+            if constexpr (SAME<Stored, float>)
+                to[k] = Scalar::value(e.bits[k]);
+            else
+                to[k] = (Stored)e.bits[k];
+        }
     }
 }
 
 // Four scales, `right` apart: all at once where they lie side by side and the address allows it.
 template <class Raw>
-ZEROCAST_FN Entries load_entries(const Raw* from, i64 right, int count) {
+ZEROCAST_FN Entries load_entries(const Raw* from, i64 right, i64 count) {
     if constexpr (sizeof(Raw) == 4) {
         if (right == 1 && count >= 4 && (u64)from % 16 == 0) {
             int4 four = *(const int4*)from;
@@ -92,8 +92,7 @@ ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile, co
     i64 col_repeat = transposed ? plane.row_repeat : plane.col_repeat;
     int across = threads_across(plane.padded_cols), step = NUM_THREADS / across;
     i64 col = tile.col + threadIdx.x % across * 4;
-    if (col >= plane.padded_cols) return;
-    int left = at_most(plane.padded_cols - col, 4), count = at_most(cols - col, 4);
+    i64 left = plane.padded_cols - col, count = cols - col;  // none of a thread behind the columns
     // From here on, rows are counted from the tile's first, of blocks and as they are stored.
     i64 first = tile.row * repeat, block = tile.row * down + col / col_repeat * right;
     int blocks = (int)(tile.row_end - tile.row);
@@ -101,14 +100,14 @@ ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile, co
     int stored = at_most(plane.padded_rows - first, blocks * repeat);
     auto padding = (i32)plane.padding;
     auto to = (Stored*)plane.scale_inv + first * plane.padded_cols + col;
-    if (col_repeat > 1) right = 0;
+    if (col_repeat != 1) right = 0;
     for (int i = threadIdx.x / across; i < blocks; i += BATCH * step) {
         Entries scales[BATCH];
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             int row = i + n * step;
             scales[n] = four_times(padding);
-            if (row >= blocks || row * repeat >= filled) continue;
+            if (row * repeat >= filled) continue;
             i64 at = block + row * down;
             Entries found = load_entries(from + at, right, count);
 #pragma unroll
@@ -119,7 +118,6 @@ ZEROCAST_FN void store_scales(const ScalePlane& plane, const PlaneTile& tile, co
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             int row = (i + n * step) * repeat, end = row + repeat;
-            if (i + n * step >= blocks) continue;
             for (; row < end && row < stored; row++)
                 store_entries(to + row * plane.padded_cols,
                               row < filled ? scales[n] : four_times(padding), left);

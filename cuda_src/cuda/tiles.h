@@ -167,8 +167,8 @@ ZEROCAST_FN OwnedVectors owned_vectors(const ThreadVectors& vectors, const Tile&
     int left = vectors.cols - vectors.col;
     if (vectors.row_step == 0) {
         constexpr int STEP = 4 * THREADS;  // columns
-        owned.some = first_bits(left > 0 ? (left + STEP - 1) / STEP : 0);
-        owned.whole = first_bits(left > 3 ? (left + STEP - 4) / STEP : 0);
+        owned.some = first_bits((left + STEP - 1) / STEP);
+        owned.whole = first_bits((left + STEP - 4) / STEP);
     } else {
         bool last = vectors.row_of(vectors.count - 1) < vectors.rows;
         u32 all = first_bits(last ? vectors.count : vectors.count - 1);
