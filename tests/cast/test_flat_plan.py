@@ -12,10 +12,12 @@ import torch
 
 import zerocast
 from tests.kernels.test_graphs_and_threads import Idle
+from tests.support.claims import assert_unsharded_cast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
 from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
+from zerocast.comm import Communicator, run_in_process
 
 SHAPE = (48, 32)
 NUMEL = 48 * 32
@@ -78,6 +80,19 @@ def test_a_step_looks_at_a_tensor_of_each_storage(kind: type[zerocast.CastPlan])
         return instructions(lambda: step(plan))
 
     assert (of(12) == of(2)) == (kind is FlatPlan)
+
+
+def test_gathers_of_its_maker_are_no_moves() -> None:
+    """After those that a flat plan's weights wait for, a cast looks at no more than before."""
+
+    @zerocast.use_backend(CudaBackend(Idle()))
+    def of(*, gathers: bool) -> int:
+        weights, _, plan = planned("nvfp4", 2)
+        if gathers:
+            weights[0].quantized_storage.bump_buffers_version(is_move=False)
+        return instructions(plan.cast)
+
+    assert of(gathers=True) == of(gathers=False)
 
 
 def moved(tensor: torch.Tensor) -> None:
@@ -197,6 +212,29 @@ def test_moves_that_are_said_are_followed() -> None:
         for weight, master in zip(weights, masters.split(NUMEL), strict=True):
             expected = zerocast.quantize(master.view(SHAPE), "nvfp4", dtype=torch.bfloat16)
             assert_same_storage(weight, expected, f"step {seed}")
+
+
+def test_a_move_of_one_weight_is_followed_by_the_gather() -> None:
+    """Where the one that is looked at stays, which lies in the same allocation."""
+    values = draw_values("normal", 2 * NUMEL, 1)
+
+    def on_rank(comm: Communicator) -> None:
+        start, half = comm.rank * NUMEL // 2, NUMEL // 2
+        masters = [whole[start : start + half].clone() for whole in values.split(NUMEL)]
+        weights = [zerocast.empty(SHAPE, "nvfp4") for _ in range(2)]
+        room = torch.zeros(3, NUMEL // 2, dtype=torch.uint8)
+        for weight, codes in zip(weights, room[1:], strict=True):
+            zerocast.replace_raw_data(weight, codes)
+        plan = FlatPlan(weights, masters, [start] * 2, comm)
+        step(plan)
+        zerocast.replace_raw_data(weights[0], room[0])
+        for master in masters:
+            master.neg_()
+        step(plan)
+        for weight, whole in zip(weights, values.split(NUMEL), strict=True):
+            assert_unsharded_cast(weight, -whole.view(SHAPE), f"on rank {comm.rank}")
+
+    run_in_process(2, on_rank)
 
 
 def test_memory_is_given_back() -> None:

@@ -224,6 +224,22 @@ def test_masters_that_were_sharded_anew(comm):
 
 
 @on_gloo(2)
+def test_masters_of_another_dtype(comm):
+    """Masters that were prepared for another dtype than they were cast in last, as by a gather that
+    was refused before its cast, are measured by no plan: the latest one is for that dtype.
+    """
+    model = bank(rows=ROWS)
+    model(batch(comm))
+    gathers = [gather_of(p) for p in model.parameters()]
+    for gather in gathers:
+        assert gather.latest is not None
+        shards = gather.shards
+        gather.prepare(shards.comm, torch.float16, shards.storage.device, is_due=False)
+    step(model, fused(model.parameters()), 0)
+    assert [gather.cast_values.are_measured(gather.master) for gather in gathers] == [False] * 3
+
+
+@on_gloo(2)
 @pytest.mark.parametrize("way", ["offload", "foreach", "compiled"])
 def test_ways_around_the_step(comm, way):
     """What is gathered is the cast of the masters, also where FSDP2 offloads them to the CPU, where
