@@ -119,7 +119,7 @@ class CastPlan:
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
-        members = members_by_group(group, count)
+        members = self._weights_of = members_by_group(group, count)
         tp_shards: dict[Communicator, list[int]] = {}
         self._specs: list[ShardSpec] = []
         attempt, boundary, self._gathers = Attempt(), False, list[CodeGather]()

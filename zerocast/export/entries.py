@@ -127,11 +127,10 @@ def planned_weights(source: Source) -> dict[str, tuple[QuantizedTensor, Shard]]:
     found: dict[str, tuple[QuantizedTensor, Shard]] = {}
     if not isinstance(source, CastPlan):
         return found
-    comms = {i: comm for comm, indices in source._members.items() for i in indices}
-    first = 0  # the place of the first matrix of a weight
-    for spec, master in zip(source._specs, source._prepared.bound, strict=True):
-        found[spec.name] = QuantizedTensor(spec.storage), Shard(master, spec.extent, comms[first])
-        first += spec.storage.form.num_matrices
+    comms = {i: comm for comm, indices in source._weights_of.items() for i in indices}
+    bound = zip(source._specs, source._prepared.bound, strict=True)
+    for i, (spec, master) in enumerate(bound):
+        found[spec.name] = QuantizedTensor(spec.storage), Shard(master, spec.extent, comms[i])
     return found
 
 

@@ -18,15 +18,18 @@ from collections.abc import Iterator
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, without_padding
 from zerocast.export.entries import Entry, Shard, Source
+from zerocast.export.tp_parts import check_part
 from zerocast.export.turned import is_turned
 from zerocast.layout import NOTHING, Extent, ceil_div
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import to_local
 from zerocast.sharded.report import is_included
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard
+from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 GATE_UP = "gate_up_proj"
 """The parameter whose matrices are those of two projections, one above the other."""
@@ -56,22 +59,73 @@ def matrix_entries(dialect: Dialect, entry: Entry, casts_anew: bool) -> Iterator
     if entry.recipe is None or entry.tensor.dim() < 3 or dialect.fuses_experts:
         yield entry
         return
-    *stack, rows, columns = entry.tensor.shape
+    *stack, rows, _ = entry.shape
     module, _, parameter = entry.name.rpartition(".")
     parts = ["gate_proj", "up_proj"] if parameter == GATE_UP and rows % 2 == 0 else [parameter]
     size = rows // len(parts)
     for number, place in enumerate(itertools.product(*map(range, stack))):
         index = ".".join(map(str, place))
         for i, part in enumerate(parts):
-            start = (number * len(parts) + i) * size * columns
-            own = Extent(start, start + size * columns)
+            name = f"{module}.{index}.{part}.weight".lstrip(".")
+            matrix = _matrix(entry, number, Extent(i * size, (i + 1) * size))
+            if matrix.tp_shard is not None:
+                check_part(name, matrix.tp_shard, entry.recipe)
             yield dataclasses.replace(
                 entry,
-                name=f"{module}.{index}.{part}.weight".lstrip("."),
-                tensor=_rows(entry, number, Extent(i * size, (i + 1) * size), casts_anew),
-                shard=None if entry.shard is None else _part(entry.shard, own),
+                name=name,
+                tensor=_tensor(entry, matrix, casts_anew),
+                shard=None if entry.shard is None else _part(entry.shard, matrix.elements),
                 amax_group=f"{entry.name}.{index}" if len(parts) > 1 else None,
+                tp_shard=matrix.tp_shard,
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrix:
+    """Rows of one matrix of a stack, or what of them tensor parallelism leaves this rank.
+
+    Attributes:
+        shape: that of this rank's part.
+        number: the place of the matrix among those of which this rank has something.
+        rows: those of this matrix, as this rank has it.
+        whole_rows: those of the whole matrix, of which they are.
+        tp_shard: which part this rank has; None for all.
+    """
+
+    shape: torch.Size
+    number: int
+    rows: Extent
+    whole_rows: Extent
+    tp_shard: TensorParallelShard | None
+    _height: int  # of this rank's matrices
+
+    @property
+    def elements(self) -> Extent:
+        """Their place in this rank's part of the stack."""
+        columns, before = self.shape[1], self.number * self._height
+        return Extent((before + self.rows.start) * columns, (before + self.rows.end) * columns)
+
+
+def _matrix(entry: Entry, number: int, rows: Extent) -> _Matrix:
+    """Return ``rows`` of matrix ``number`` of the stack of ``entry``."""
+    height, columns = entry.shape[-2:]
+    whole, given = torch.Size((rows.size, columns)), entry.tp_shard
+    if given is None:
+        return _Matrix(whole, number, rows, rows, None, height)
+    if given.dim == ROWS and not given.per_matrix:  # whole matrices
+        own, first = rows, given.start // height
+        if not 0 <= number - first < given.size // height:
+            own, first = NOTHING, number
+        part = TensorParallelShard(whole, ROWS, 0, own.size, given.comm)
+        return _Matrix(part.shape, number - first, own, rows, part, height)
+    if given.dim == COLUMNS:
+        part = TensorParallelShard(whole, COLUMNS, given.start, given.size, given.comm)
+        return _Matrix(part.shape, number, rows, rows, part, height)
+    own = rows.intersect(Extent(given.start, given.start + given.size))
+    start = own.start - rows.start if own else 0
+    part = TensorParallelShard(whole, ROWS, start, own.size, given.comm)
+    own = own.shifted(-given.start) if own else NOTHING
+    return _Matrix(part.shape, number, own, rows, part, given.size)
 
 
 def _part(shard: Shard, own: Extent) -> Shard:
@@ -84,34 +138,36 @@ def _part(shard: Shard, own: Extent) -> Shard:
     return Shard(values, common.shifted(-own.start), shard.comm)
 
 
-def _rows(entry: Entry, number: int, rows: Extent, casts_anew: bool) -> torch.Tensor:
-    """Return ``rows`` of matrix ``number`` of a stack: the bytes of a quantized one; of one that is
-    cast a tensor of their shape, without memory.
+def _tensor(entry: Entry, matrix: _Matrix, casts_anew: bool) -> torch.Tensor:
+    """Return what this rank has of a matrix: the bytes of a quantized one; of one that is cast a
+    tensor of their shape, without memory.
     """
-    columns, recipe = entry.tensor.shape[-1], entry.recipe
-    assert recipe is not None
-    shape = (rows.size, columns)
-    plane = recipe.planes(entry.tensor.shape[-2:], columnwise=False)[0]
+    recipe, shape, rows = present(entry.recipe), matrix.shape, matrix.rows
+    plane = recipe.planes(entry.shape[-2:], columnwise=False)[0]
     height, one_block = plane.grid.block_h, plane.grid.blocks_h == 1
-    if rows.start % height and not one_block and not casts_anew:
+    if matrix.whole_rows.start % height and not one_block and not casts_anew:
         raise InputError(
-            f"{entry.name} has two projections of {rows.size} rows, between which blocks of "
-            f"{height} rows do not end; give from_masters=True to cast each by itself."
+            f"{entry.name} has two projections of {matrix.whole_rows.size} rows, between which "
+            f"blocks of {height} rows do not end; give from_masters=True to cast each by itself."
         )
     if entry.shard is not None:
         like = torch.empty((), dtype=entry.dtype, device=to_local(entry.tensor).device)
         return like.expand(shape)
     assert isinstance(entry.tensor, QuantizedTensor)
-    matrix = entry.tensor.quantized_storage.matrix(number)
-    made = recipe.planes(shape, columnwise=False)[0]
-    codes = matrix.buffers[plane.codes_name][rows.start : rows.end]
+    given = entry.tensor.quantized_storage
+    if not rows:
+        return QuantizedTensor(
+            QuantizedStorage.empty(shape, given.dtype, recipe, given.device, columnwise=False)
+        )
+    held = given.matrix(matrix.number)
+    codes = held.buffers[plane.codes_name][rows.start : rows.end]
     spec = recipe.buffers(shape, columnwise=False)[plane.scales_name]
-    scales = without_padding(plane, matrix.buffers[plane.scales_name])
+    scales = without_padding(held.planes[0], held.buffers[plane.scales_name])
     if not one_block:
         step = 1 if plane.scales.rows == plane.grid.rows else height
         scales = scales[rows.start // step : ceil_div(rows.end, step)]
-    own = spec.allocate(matrix.device)
-    without_padding(made, own).copy_(scales)
-    buffers = {**matrix.originals, plane.codes_name: codes, plane.scales_name: own}
-    held = {name: buffers[name] for name in recipe.buffers(shape, columnwise=False)}
-    return QuantizedTensor(QuantizedStorage(shape, matrix.dtype, recipe, held))
+    own = spec.allocate(held.device)
+    without_padding(recipe.planes(shape, columnwise=False)[0], own).copy_(scales)
+    buffers = {**held.originals, plane.codes_name: codes, plane.scales_name: own}
+    kept = {name: buffers[name] for name in recipe.buffers(shape, columnwise=False)}
+    return QuantizedTensor(QuantizedStorage(shape, held.dtype, recipe, kept))

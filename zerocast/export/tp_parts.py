@@ -2,7 +2,8 @@
 
 Each rank casts its part as it lies in the whole weight (:class:`zerocast.TensorParallelShard`):
 its codes and scales are those of the whole's cast. So the parts are gathered in codes and put
-together: rows below each other, columns beside each other.
+together: rows below each other, columns beside each other, of experts those of each matrix, or
+whole matrices behind each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerocast.comm import Communicator
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.errors import InputError
 from zerocast.export.dialects import without_padding
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import gather_of
@@ -47,14 +48,7 @@ def tp_part(name: str, tensor: torch.Tensor) -> TensorParallelShard | None:
 
 
 def check_part(name: str, tp_shard: TensorParallelShard, recipe: Recipe) -> None:
-    """Raise :class:`InputError` where ``recipe`` cannot cast this part of a weight by itself, and
-    :class:`UnsupportedError` for a stack of matrices.
-    """
-    if len(tp_shard.whole) > 2:
-        raise UnsupportedError(
-            f"{name} is split by tensor parallelism, {tp_shard}, and exported is a matrix of which "
-            f"ranks have rows or columns; give each rank whole experts by FSDP2."
-        )
+    """Raise :class:`InputError` where ``recipe`` cannot cast this part of a weight by itself."""
     try:
         tp_shard.check(recipe, tp_shard.shape, columnwise=False)
     except InputError as error:
@@ -81,15 +75,20 @@ def _gathered(
 ) -> dict[str, QuantizedStorage]:
     tp_shards = [tp_shard for _, tp_shard in parts.values()]
     places = check_tp_shards(comm, list(parts), tp_shards).tolist()
-    whole = {name: _made_whole(*part) for name, part in parts.items()}
-    # By rank and weight the places, in the whole, of its codes and of its scales.
+    whole = {
+        name: QuantizedStorage.empty(
+            tp_shard.whole, part.dtype, part.recipe, part.device, columnwise=False
+        )
+        for name, (part, tp_shard) in parts.items()
+    }
+    # By rank and weight the places, in the whole, of all that it has.
     pieces = [
         [
             piece
             for storage, tp_shard, (start, end) in zip(
                 whole.values(), tp_shards, of_rank, strict=True
             )
-            for piece in _pieces(storage, tp_shard.dim, start, end)
+            for piece in _pieces(storage, tp_shard, start, end)
         ]
         for of_rank in places
     ]
@@ -97,9 +96,10 @@ def _gathered(
     own = [
         piece.contiguous().view(torch.uint8).reshape(-1)
         for (storage, tp_shard) in parts.values()
-        for piece in _pieces(storage, tp_shard.dim, 0, tp_shard.size)
+        for piece in _pieces(storage, tp_shard, 0, tp_shard.size)
     ]
-    gathered = comm.all_gather_parts(torch.cat(own), counts)
+    nothing = torch.empty(0, dtype=torch.uint8, device=next(iter(whole.values())).device)
+    gathered = comm.all_gather_parts(torch.cat([nothing, *own]), counts)
     for of_rank, received in zip(pieces, gathered, strict=True):
         for piece, given in zip(
             of_rank, received.split([piece.nbytes for piece in of_rank]), strict=True
@@ -109,35 +109,29 @@ def _gathered(
     return whole
 
 
-def _made_whole(part: QuantizedStorage, tp_shard: TensorParallelShard) -> QuantizedStorage:
-    """Return the whole weight, with what all parts have alike: tensor amax, and scales of blocks
-    that reach across them.
+def _pieces(
+    storage: QuantizedStorage, tp_shard: TensorParallelShard, start: int, end: int
+) -> Sequence[torch.Tensor]:
+    """Return what belongs to lines ``[start, end)`` of a weight that is sharded as ``tp_shard``:
+    its codes, bytes, and its scales; and what all parts have alike, the tensor amax, and the scales
+    of blocks that reach across parts. Nothing of no lines.
     """
-    whole = QuantizedStorage.empty(
-        tp_shard.whole, part.dtype, part.recipe, part.device, columnwise=False
-    )
-    plane = whole.planes[0]
-    for name, buffer in whole.buffers.items():
-        if name == plane.scales_name and plane.spans(tp_shard.dim):
-            given = without_padding(part.planes[0], part.buffers[name])
-            without_padding(plane, buffer).copy_(given)
-        elif name not in plane.buffers:
-            buffer.copy_(part.buffers[name])
-    return whole
-
-
-def _pieces(storage: QuantizedStorage, dim: int, start: int, end: int) -> Sequence[torch.Tensor]:
-    """Return rows or columns ``[start, end)`` of a weight: of its codes, bytes, and of its scales
-    where these are theirs alone.
-    """
-    plane, bits = storage.planes[0], storage.recipe.numerics.fmt.bits
-    codes = storage.buffers[plane.codes_name].view(torch.uint8).flatten(end_dim=-2)
-    unit = 1 if dim == ROWS else 8 // bits
-    pieces = [codes.narrow(dim, start // unit, (end - start) // unit)]
+    if start == end:
+        return []
+    recipe, plane, dim = storage.recipe, storage.planes[0], tp_shard.dim
+    codes = storage.buffers[plane.codes_name].view(torch.uint8)
+    scales = without_padding(plane, storage.buffers[plane.scales_name])
+    names = recipe.buffers(storage.shape, columnwise=False).keys() - set(plane.buffers)
+    others = [storage.buffers[name] for name in sorted(names)]
+    if tp_shard.has_whole_matrices(recipe):
+        first, count = start // tp_shard.step, (end - start) // tp_shard.step
+        return [each.narrow(0, first, count) for each in (codes, scales, *others)]
+    unit = 1 if dim == ROWS else 8 // recipe.numerics.fmt.bits
+    codes = codes if recipe.stack_of(storage.shape) else codes.flatten(end_dim=-2)
+    codes = codes.narrow(dim - 2, start // unit, (end - start) // unit)
     if not plane.spans(dim):
-        scales = without_padding(plane, storage.buffers[plane.scales_name])
         repeats = (plane.scales.row_repeat, plane.scales.col_repeat)[dim]
         block = plane.block[dim] // repeats
         first = start // block
-        pieces.append(scales.narrow(dim, first, -(-end // block) - first))
-    return pieces
+        scales = scales.narrow(dim - 2, first, -(-end // block) - first)
+    return [codes, scales, *others]

@@ -14,6 +14,8 @@ from zerocast.errors import InputError
 from zerocast.export.entries import Entry, Shard, Source
 from zerocast.layout import Extent, chunk
 from zerocast.sharded.placement import to_local
+from zerocast.tensors import TensorParallelShard
+from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 
 def is_turned(source: Source, name: str) -> bool:
@@ -44,12 +46,27 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
             f"the other side than {recipe}; give from_masters=True to cast its masters turned."
         )
     assert shard is not None
-    shape = turned_shape(entry.tensor.shape)
+    part = entry.tp_shard
+    shape = turned_shape(entry.tensor.shape if part is None else part.shape)
     like = torch.empty((), dtype=entry.dtype, device=to_local(entry.tensor).device)
     own = _matrices(shape, shard.comm.rank, shard.comm.size)
     return dataclasses.replace(
-        entry, tensor=like.expand(shape), shard=Shard(None, own, shard.comm), unturned=shard
-    )
+        entry, tensor=like.expand(shape), shard=Shard(None, own, shard.comm), unturned=shard,
+        tp_shard=None if part is None else turned_part(part),
+    )  # fmt: skip
+
+
+def turned_part(part: TensorParallelShard) -> TensorParallelShard:
+    """Return the part of the stack [..., out, in] that a rank has which has ``part`` of [..., in,
+    out]: for columns rows of each matrix, and columns for these.
+    """
+    whole = turned_shape(part.whole)
+    if part.dim == ROWS and not part.per_matrix:
+        step = whole[1:-1].numel()
+        start, size = (each // part.step * step for each in (part.start, part.size))
+        return TensorParallelShard(whole, ROWS, start, size, part.comm)
+    dim = ROWS if part.dim == COLUMNS else COLUMNS
+    return TensorParallelShard(whole, dim, part.start, part.size, part.comm, dim == ROWS)
 
 
 def with_turned_masters(entry: Entry) -> Entry:

@@ -175,8 +175,6 @@ class Export:
         shape = tensor.shape if tp_shard is None else tp_shard.whole
         shape = turned_shape(shape) if turns else shape
         recipe = dialect.recipe if trained is None or self._from_masters else trained
-        if tp_shard is not None:
-            check_part(name, tp_shard, recipe)
         entry = Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
         if trained is None or self._from_masters:
             recipe.check_shape(shape)
@@ -190,7 +188,10 @@ class Export:
                 f"{name} was trained with {trained}, whose bytes depend on earlier casts; give "
                 f"from_masters=True to cast its masters by {dialect.recipe}."
             )
-        return turned_entry(entry, casts_anew=self._from_masters) if turns else entry
+        entry = turned_entry(entry, casts_anew=self._from_masters) if turns else entry
+        if entry.tp_shard is not None and (tensor.dim() < 3 or dialect.fuses_experts):
+            check_part(name, entry.tp_shard, recipe)
+        return entry
 
     def _trained_shard(self, name: str, weight: torch.Tensor) -> Shard | None:
         """Return what the optimizer holds of the master of a quantized ``weight``; None where the

@@ -1,0 +1,238 @@
+"""Exports of experts [E, M, K] that tensor parallelism splits: whole matrices, rows or columns of
+each; the encoded cast of every whole matrix, whoever had what of it.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import zerocast
+from tests.support.claims import message_of
+from tests.support.partitions import draw_partition
+from tests.support.same_bytes import assert_same_bytes
+from zerocast import TensorParallelShard
+from zerocast.comm import Communicator, run_in_process
+from zerocast.export import DIALECTS, Export
+from zerocast.export.dialects import Dialect
+from zerocast.layout import Extent
+from zerocast.refit import Receiver, Refit
+
+EXPERTS, INNER, OUTER = 3, 256, 384
+"""gate_up is [3, 512, 384], down [3, 384, 256]: blocks of 128 end between gate and up."""
+
+PARTS = ("matrices", "rows", "columns")
+SHAPES = {
+    "experts.gate_up_proj": (EXPERTS, 2 * INNER, OUTER),
+    "experts.down_proj": (EXPERTS, OUTER, INNER),
+}
+
+
+def masters(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of magnitudes from 1e-4 to 1e2, one of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in SHAPES.items():
+        found[name] = torch.randn(shape, generator=generator)
+        found[name] *= torch.logspace(-4, 2, shape[1])[:, None]
+        found[name][1, 5] = 0
+    return found
+
+
+def unit(recipe: zerocast.recipes.Recipe, dim: int) -> int:
+    """Rows, or columns, that no cut may divide under the recipe, of rows alone."""
+    block = recipe.planes((1024, 1024), columnwise=False)[0].block[dim]
+    return block or 1
+
+
+def draw_part(
+    shape: tuple[int, ...], part: str, step: int, comm: Communicator, rng: random.Random
+) -> TensorParallelShard:
+    """This rank's part; cut at multiples of ``step`` rows or columns, some parts empty."""
+    lines = {"matrices": shape[0] * shape[1], "rows": shape[1], "columns": shape[2]}[part]
+    step = shape[1] if part == "matrices" else step
+    inner = sorted(rng.randrange(0, lines + step, step) for _ in range(comm.size - 1))
+    cuts = [0, *(min(cut, lines) for cut in inner), lines]
+    start, end = cuts[comm.rank : comm.rank + 2]
+    dim = int(part == "columns")
+    return TensorParallelShard(
+        torch.Size(shape), dim, start, end - start, comm, per_matrix=part == "rows"
+    )
+
+
+def plan_of(
+    comm: Any,
+    size: int,
+    part: str,
+    values: dict[str, torch.Tensor],
+    recipe: Any,
+    step: int,
+    seed: int,
+) -> zerocast.CastPlan:
+    """Parts over ``size`` ranks each, every one of them sharded over the others at any even
+    element.
+    """
+    tensor_parallel, data_parallel = comm.split(comm.rank // size), comm.split(comm.rank % size)
+    weights, shards, starts = [], [], []
+    for name, value in values.items():
+        tp_shard = draw_part(
+            value.shape, part, step, tensor_parallel, random.Random(f"{name}{seed}")
+        )
+        weights.append(
+            zerocast.empty(
+                tp_shard.shape, recipe, dtype=torch.bfloat16, tp_shard=tp_shard, columnwise=False
+            )
+        )
+        mine = tp_shard.slice_of(value).contiguous().view(-1)
+        extents = [Extent(0, 0)] * data_parallel.size
+        if mine.numel():
+            rng = random.Random(f"{name}{seed} {tensor_parallel.rank}")
+            halves = draw_partition(mine.numel() // 2, data_parallel.size, rng)
+            extents = [Extent(2 * each.start, 2 * each.end) for each in halves]
+        extent = extents[data_parallel.rank]
+        shards.append(mine[extent.start : extent.end])
+        starts.append(extent.start)
+    return zerocast.CastPlan(weights, shards, starts, data_parallel, names=list(values))
+
+
+def expected(
+    dialect: Dialect, values: dict[str, torch.Tensor], recipe: Any = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of the checkpoint, from ``quantize`` of whole matrices. Of the bytes of training
+    a projection has the rows of the matrix's cast.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        if dialect.fuses_experts:
+            whole = zerocast.quantize(value, recipe or dialect.recipe, dtype=torch.bfloat16)
+            encoded = dialect.encode(whole.quantized_storage)
+            found |= {f"{name}{part}": tensor for part, tensor in encoded.items()}
+            continue
+        gate_up = name.endswith("gate_up_proj")
+        projections = ["gate_proj", "up_proj"] if gate_up else ["down_proj"]
+        for e, matrix in enumerate(value):
+            for i, projection in enumerate(projections):
+                rows, own = matrix.chunk(len(projections))[i], recipe or dialect.recipe
+                cast = zerocast.quantize(rows, own, dtype=torch.bfloat16)
+                if gate_up and own.scales_tensor:  # which gate and up share
+                    cast = _under_amax(matrix, own, i)
+                for part, tensor in dialect.encode(cast.quantized_storage).items():
+                    found[f"experts.{e}.{projection}.{part}"] = tensor
+    return found
+
+
+def _under_amax(matrix: torch.Tensor, recipe: Any, i: int) -> zerocast.QuantizedTensor:
+    """The projection ``i`` of two, cast under the amax of both."""
+    weights = [
+        zerocast.empty(rows.shape, recipe, dtype=torch.bfloat16, columnwise=False)
+        for rows in matrix.chunk(2)
+    ]
+    zerocast.CastPlan(
+        weights, list(matrix.chunk(2)), [0, 0], zerocast.comm.SingleRank(), names=["0", "1"],
+        amax_groups=[["0", "1"]],
+    ).cast()  # fmt: skip
+    return weights[i]
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], when: str) -> None:
+    """All names, and every byte."""
+    assert found.keys() == wanted.keys(), when
+    for name, tensor in wanted.items():
+        assert_same_bytes(found[name], tensor, f"{when}: {name}")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", DIALECTS)
+def test_parts_over_drawn_ranks_are_exported_whole(name, part):
+    """Over 2 and 3 ranks of tensor parallelism, each part over 2 more: buckets on all ranks."""
+    dialect, values = DIALECTS[name], masters()
+    of_experts = dialect.of("experts.down_proj")
+    step = unit(of_experts.recipe, int(part == "columns")) if part != "matrices" else 1
+    step = max(step, 2)  # a byte
+    wanted = expected(of_experts, values)
+
+    def run(comm, size):
+        plan = plan_of(comm, size, part, values, "current", step, size)
+        options = {"from_masters": True, "dtype": torch.bfloat16, "bucket_bytes": 200_000}
+        found = {}
+        for tensors in Export(plan, dialect, group=comm, **options).buckets():
+            found |= tensors
+        assert_same(found, wanted, f"{size} ranks, rank {comm.rank}")
+
+    for size in (2, 3):
+        run_in_process(2 * size, lambda comm, size=size: run(comm, size))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("compressed-tensors/nvfp4", zerocast.NVFP4BlockScaling()),
+        ("deepseek/fp8", zerocast.Float8BlockScaling()),
+        ("modelopt/mxfp8", zerocast.MXFP8BlockScaling(enable_2d_quantization=True)),
+        ("gpt-oss/mxfp4", zerocast.MXFP4BlockScaling(enable_2d_quantization=True)),
+    ],
+)
+def test_trained_bytes_of_parts_are_exported_whole(name, recipe, part):
+    """What 2 and 3 ranks hold of every matrix after a cast."""
+    values, step = masters(1), recipe.block[0]
+    dialect = DIALECTS[name].of("experts.down_proj")
+    wanted = expected(dialect, values, recipe)
+
+    def run(comm, size):
+        plan = plan_of(comm, size, part, values, recipe, step, size)
+        plan.cast()
+        plan.all_gather()
+        found = {}
+        for tensors in Export(plan, name, group=comm, bucket_bytes=200_000).buckets():
+            found |= tensors
+        assert_same(found, wanted, f"{size} ranks, rank {comm.rank}")
+
+    for size in (2, 3):
+        run_in_process(2 * size, lambda comm, size=size: run(comm, size))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/nvfp4", "gpt-oss/mxfp4"])
+def test_deltas_of_parts_make_up_the_whole(name, part):
+    """Two versions; shards of a range of the whole are refused by name."""
+    values = masters(2)
+    dialect = DIALECTS[name].of("experts.down_proj")
+    step = 1 if part == "matrices" else max(unit(dialect.recipe, int(part == "columns")), 2)
+    first, second = expected(dialect, values), {}
+    changed = {key: value.clone() for key, value in values.items()}
+    for value in changed.values():
+        value[:, ::7] *= 1.25
+    second = expected(dialect, changed)
+
+    def run(comm):
+        own = {key: value.clone() for key, value in values.items()}
+        plan = plan_of(comm, 2, part, own, "current", step, 0)
+        refit = Refit(plan, name, from_masters=True, dtype=torch.bfloat16, group=comm)
+        receiver = Receiver()
+        for wanted in (first, second):
+            for key, delta in refit.deltas(receiver.version):
+                receiver.apply_delta(key, delta)
+            assert_same(receiver.tensors, wanted, f"rank {comm.rank}")
+            plan.bind(plan_of(comm, 2, part, changed, "current", step, 0)._prepared.bound)
+        message = message_of(zerocast.UnsupportedError, lambda: list(refit.shards()))
+        assert "is split by tensor parallelism" in message
+
+    run_in_process(4, run)
+
+
+def test_rows_inside_a_block_of_an_expert_are_refused():
+    """By the name of the expert and its projection."""
+
+    def run(comm):
+        plan = plan_of(
+            comm, 2, "rows", {"experts.gate_up_proj": torch.ones(2, 256, 128)}, "current", 32, 4
+        )
+        return message_of(
+            zerocast.InputError, Export, plan, "deepseek/fp8", from_masters=True,
+            dtype=torch.bfloat16, group=comm,
+        )  # fmt: skip
+
+    for message in run_in_process(2, run):
+        assert "experts.0.gate_proj.weight: a shard of a weight under Float8BlockScaling" in message
