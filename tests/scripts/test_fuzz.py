@@ -1,16 +1,13 @@
 """A few inputs of each target of scripts/fuzz.py; a million take minutes to hours."""
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
+from fuzz_targets import TARGETS, Target
 
 from zerocast.errors import ZerocastError
 from zerocast.tensors import saved
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from fuzz_targets import TARGETS, Target
 
 OWN_TESTS = ("checkpoints", "states")
 """What tests/checkpoint damages."""

@@ -1,21 +1,16 @@
 """Visits a part of every claim of scripts/prove.py, another one whenever the arithmetic changes."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
+import prove
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import prove  # noqa: E402
-
-from tests.cuda_emulation.emulator import needs_emulation  # noqa: E402
-from tests.oracles.finite_domains import E2M1, E4M3, E5M2, MX, NVFP4, Float8  # noqa: E402
-from tests.support.instruction_sets import ISAS  # noqa: E402
-from zerocast import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling  # noqa: E402
-from zerocast.recipes import QParams  # noqa: E402
+from tests.cuda_emulation.emulator import needs_emulation
+from tests.oracles.finite_domains import E2M1, E4M3, E5M2, MX, NVFP4, Float8
+from tests.support.instruction_sets import ISAS
+from zerocast import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from zerocast.recipes import QParams
 
 BACKENDS = [*ISAS, "reference", pytest.param("emulated", marks=needs_emulation)]
 
