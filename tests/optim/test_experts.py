@@ -107,3 +107,34 @@ def test_the_state_of_each_matrix_is_saved_and_resumed(comm: Communicator, recip
         step(resumed, another, number)
     for name, buffer in weight.quantized_storage.buffers.items():
         assert_same_bytes(resumed.quantized_storage.buffers[name], buffer, name)
+
+
+@pytest.mark.parametrize(("dim", "per_matrix"), [(0, False), (0, True), (1, False)])
+@on_ranks("in_process", 4)
+def test_experts_that_tensor_parallelism_splits(
+    comm: Communicator, dim: int, per_matrix: bool
+) -> None:
+    """Whole ones, rows or columns of each, over two ranks, and each part over two more: after steps
+    with given gradients the part that a rank has of the whole's cast.
+    """
+    tensor_parallel, data_parallel = (comm.split(comm.rank // 2), comm.split(comm.rank % 2))
+    shape = torch.Size((3, 64, 96))
+    lines = {(0, False): 3 * 64, (0, True): 64, (1, False): 96}[dim, per_matrix]
+    cuts = (0, {192: 128, 64: 16, 96: 48}[lines], lines)
+    start, end = cuts[tensor_parallel.rank : tensor_parallel.rank + 2]
+    part = zerocast.TensorParallelShard(
+        shape, dim, start, end - start, tensor_parallel, per_matrix=per_matrix
+    )
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.Parameter(zerocast.quantize(part.slice_of(value), NVFP4, tp_shard=part))
+    # Masters start from the values of the codes.
+    whole = torch.nn.Parameter(zerocast.quantize(value, NVFP4).dequantize())
+    sharded = ZeroOptimizer([("experts", weight)], torch.optim.AdamW, lr=1e-2, group=data_parallel)
+    plain = torch.optim.AdamW([whole], lr=1e-2)
+    for step in range(3):
+        whole.grad = gradient(shape, step)
+        weight.grad = part.slice_of(whole.grad).contiguous()
+        sharded.step()
+        plain.step()
+    expected = zerocast.quantize(whole.detach(), NVFP4, dtype=weight.dtype)
+    assert_unsharded_cast(weight, expected, str(part))

@@ -26,6 +26,22 @@ def test_masters_have_addresses():
     assert weight.data_ptr() not in (0, other.data_ptr())
 
 
+def test_a_master_is_no_operand_of_a_product():
+    """Nor is an expert of several: what was not gathered in codes would work in high precision."""
+    experts = torch.nn.ParameterDict({"up": torch.randn(2, 32, 48)})
+    zerocast.nn.convert(experts, "nvfp4", weights="master", include=["up"], strict=True)
+    x, stack = torch.ones(48), experts["up"]
+    for call in (
+        lambda: master() @ x,
+        lambda: stack[1] @ x,
+        lambda: torch.addmv(torch.zeros(32), stack[0], x),
+        lambda: torch.baddbmm(torch.zeros(2, 32, 1), stack, x.expand(2, 1, 48).mT),
+        lambda: torch.addbmm(torch.zeros(32, 1), stack, x.expand(2, 1, 48).mT),
+        lambda: torch.einsum("k,emk->em", x, stack),
+    ):
+        assert "FSDP2 has not gathered it" in message_of(zerocast.UnsupportedError, call)
+
+
 def test_what_is_assigned_to_data_is_the_master():
     """A parameter that is given another dtype in place has it, and its cast is due."""
     weight = master(torch.bfloat16)

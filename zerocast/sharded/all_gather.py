@@ -212,13 +212,8 @@ class LowBitAllGather:
                 f"{self.name}: a weight that is all-gathered in codes presents FP32, BF16 or FP16, "
                 f"got {dtype}; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
             )
-        if tp_shard is not None and not self.for_linear:
-            raise UnsupportedError(
-                f"{self.name}: under tensor parallelism only weights of linear layers are gathered "
-                f"in codes, got {tp_shard}; leave it out of include."
-            )
         if tp_shard is not None:
-            check_tp_boundaries(self.name, tp_shard, self.recipe)
+            check_tp_boundaries(self.name, tp_shard, self.recipe, columnwise=self.for_linear)
         state = self.state_before_cast(is_due=is_due)
         self.state = {name: tensor.to(device) for name, tensor in state.items()}
         self._shards = AllGatherInput(

@@ -44,7 +44,8 @@ parameters from parameters by them."""
 
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
-    aten.matmul.default, aten.embedding.default,
+    aten.matmul.default, aten.embedding.default, aten.mv.default, aten.addmv.default,
+    aten.baddbmm.default, aten.addbmm.default,
     *(op.default for op in [getattr(aten, "_grouped_mm", None)] if op),  # torch 2.6 has none
 }  # fmt: skip
 
@@ -144,11 +145,12 @@ class MasterWeight(torch.Tensor):
         """
         gather = self.low_bit_all_gather
         if not gather.for_linear:
-            value = gather.gathered_value(all_gather_outputs, metadata, out)
+            own = None if out is None else to_local(out)  # a DTensor under tensor parallelism
+            value = gather.gathered_value(all_gather_outputs, metadata, own)
             return None if out is not None else (value, [value])
         if out is None:
             return gather.gathered_weight(all_gather_outputs, metadata)
-        weight = to_local(out)  # a DTensor under tensor parallelism
+        weight = to_local(out)
         assert isinstance(weight, QuantizedTensor)
         gather.refill(weight.quantized_storage, all_gather_outputs, metadata)
         return None

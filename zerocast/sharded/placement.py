@@ -242,7 +242,9 @@ def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, .
 
 
 @functools.lru_cache(maxsize=1024)
-def check_tp_boundaries(name: str, tp_shard: TensorParallelShard, recipe: Recipe) -> None:
+def check_tp_boundaries(
+    name: str, tp_shard: TensorParallelShard, recipe: Recipe, *, columnwise: bool = True
+) -> None:
     """Raise :class:`InputError` on every rank if the shard of any rank is empty, or begins or ends
     inside a block.
     """
@@ -254,6 +256,6 @@ def check_tp_boundaries(name: str, tp_shard: TensorParallelShard, recipe: Recipe
         )
     try:
         for other in all_tp_shards(tp_shard):
-            other.check(recipe, other.shape)
+            other.check(recipe, other.shape, columnwise=columnwise)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
