@@ -54,7 +54,8 @@ ANSWER shared(const i64* in, i64* out) {
     i64 *to = out, count = in[2];
     auto spans = (const Span*)(in + 3);
     share(
-        spans, count, in[0], in[1], [](const Span& span) { return span; },
+        spans, count, in[0], in[1],
+        [&](const Span& span) { return &span < spans + count ? span : (abort(), span); },
         [&](const Span& span, i64 begin, i64 end) { to += put(to, &span - spans, begin, end); });
     return to - out;
 }
@@ -68,16 +69,22 @@ ANSWER launched(const i64* in, i64* out) {
     return in[1];
 }
 
-// Of two grids, whether there is a second plane, a shard and a number of threads.
+// Of two grids, whether there is a second plane, a shard, a number of threads and what was guessed:
+// how it is cut, and which elements, all but the first and the last, are cast while measured.
 ANSWER cut_of(const i64* in, i64* out) {
     static u8 codes[1];
     CastShard shard{};
     shard.rowwise.grid = grid_of(in), shard.columnwise.grid = grid_of(in + 4);
     shard.columnwise.codes = in[8] ? codes : nullptr;
     shard.start = in[9], shard.end = in[10];
-    Span span = shard_span(shard, in[11]);
+    shard.whole_begin = in[9] + 1, shard.whole_end = in[10] - 1;
+    GuessedAmax guess{};
+    guess.written = in[12];
+    shard.guess = in[12] < -1 ? nullptr : &guess;
+    Span span = shard_span(shard, in[11]), whole = whole_rows(shard);
     return put(out, span.begin, span.end, span.granule, block_rows(shard),
-               cut_between_blocks(shard, in[11]), in_rows_and_columns(shard));
+               cut_between_blocks(shard, in[11]), in_rows_and_columns(shard), whole.begin,
+               whole.end, whole.granule);
 }
 
 static ScalePlane plane_of(const i64* n, void* scales) {

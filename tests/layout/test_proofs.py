@@ -6,7 +6,6 @@ mistake, which it has to refute.
 
 from __future__ import annotations
 
-import builtins
 import importlib
 import inspect
 import sys
@@ -32,7 +31,7 @@ TORCH = types.SimpleNamespace(
 def range_of(*ends: Any) -> Any:
     """``range`` of numbers; a slice, which only has both ends, of symbols."""
     is_known = not any(isinstance(end, Symbol) for end in ends)
-    return builtins.range(*ends) if is_known else slice(*ends)
+    return range(*ends) if is_known else slice(*ends)
 
 
 def modules(**mistakes: tuple[str, str]) -> types.SimpleNamespace:
@@ -74,13 +73,10 @@ def numbers_belong_to_one_block(grid, one, other):
     of blocks and the same columns of blocks.
     """
     assume(within(one, 0, grid.numel), within(other, 0, grid.numel))
-    (row, col), (other_row, other_col) = (
-        (each // grid.cols // grid.block_h, each % grid.cols // grid.block_w)
-        for each in (one, other)
-    )
     yield within(grid.block_of(one), 0, grid.num_blocks)
     same = grid.block_of(one) == grid.block_of(other)
-    yield Implies(same, And(row == other_row, col == other_col))
+    yield Implies(same, one // grid.cols // grid.block_h == other // grid.cols // grid.block_h)
+    yield Implies(same, one % grid.cols // grid.block_w == other % grid.cols // grid.block_w)
 
 
 def owners_have_one_block_each(grid, element, i, j):
