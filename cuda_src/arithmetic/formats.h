@@ -214,12 +214,15 @@ struct Rounding<Fp32, L> {
 
 template <class L>
 struct Rounding<Bf16, L> {
-    static ZEROCAST_FN typename L::Float of_number(typename L::Float x) {
+    // The result's bits, and others below them.
+    static ZEROCAST_FN typename L::Unsigned carried(typename L::Float x) {
         // Half of the last place that stays, less one where that place is even: the carry rounds,
         // into infinity too.
         typename L::Unsigned bits = (typename L::Unsigned)L::bits(x);
-        typename L::Unsigned rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
-        return L::value((typename L::Int)rounded);
+        return bits + 0x7FFFu + ((bits >> 16) & 1u);
+    }
+    static ZEROCAST_FN typename L::Float of_number(typename L::Float x) {
+        return L::value((typename L::Int)(carried(x) & 0xFFFF0000u));
     }
 };
 

@@ -128,7 +128,8 @@ class PlaneCast {
                                 bool positive) const {
         Native::Int code[4];
         group<BLOCK>(element, x, multiplier, positive, code);
-        store_or_stream(codes(element), code);
+        u8* to = codes(element);
+        store(to, code, streams(to));
     }
 
     // Whether GROUP elements from this one on can be encoded together.
@@ -139,18 +140,22 @@ class PlaneCast {
     }
     ZEROCAST_FN const T* master(i64 element) const { return master_ + element; }
     ZEROCAST_FN i64 ahead() const { return ahead_; }
+    // Whether codes from this place on, a multiple of GROUP of them, go past the caches.
+    ZEROCAST_FN bool streams(const u8* to) const { return streams_ && (u64)to % BYTES == 0; }
     // GROUP codes that start with a whole byte.
-    ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4]) {
-        if constexpr (Encoder::Format::BITS == 4)
-            store_nibbles(to, codes);
-        else
-            store_bytes(to, codes);
+    ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4], bool streams = false) {
+        store(to, pack(codes), streams);
     }
-    // The same, past the caches where that was asked for.
-    ZEROCAST_FN void store_or_stream(u8* to, const Native::Int (&codes)[4]) const {
-        if (!streams_ || (u64)to % BYTES) return store(to, codes);
+    ZEROCAST_FN static void store(u8* to, Packed codes, bool streams) {
+        auto write = [&](u8* at) {
+            if constexpr (Encoder::Format::BITS == 4)
+                store_nibbles(at, codes);
+            else
+                Native::store(at, codes);
+        };
+        if (!streams) return write(to);
         alignas(64) u8 made[BYTES];  // stays in a register
-        store(made, codes);
+        write(made);
         stream<BYTES>(to, made);
     }
 

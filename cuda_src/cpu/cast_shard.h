@@ -65,6 +65,7 @@ class RowsAndColumns {
     ZEROCAST_FN i64 groups(i64 element, const T* x, i64 count, const float* by_block,
                            const float* by_column) const {
         u8 *to_rows = rows_.codes(element), *to_columns = columns_.codes(element);
+        bool streams_rows = rows_.streams(to_rows), streams_columns = columns_.streams(to_columns);
         i64 i = 0;
         for (; i + GROUP <= count; i += GROUP) {
             prefetch(x + i, rows_.ahead());
@@ -82,8 +83,8 @@ class RowsAndColumns {
                 columns[k] =
                     with_sign<F, Native>(encode_magnitude<F, Native>(magnitude * of_columns), bits);
             }
-            rows_.store_or_stream(to_rows + Plane::bytes(i), rows);
-            columns_.store_or_stream(to_columns + Plane::bytes(i), columns);
+            Plane::store(to_rows + Plane::bytes(i), rows, streams_rows);
+            Plane::store(to_columns + Plane::bytes(i), columns, streams_columns);
         }
         return i;
     }

@@ -79,7 +79,7 @@ class PlaneScales {
             stored[v] = numerics_.template stored<Native>(loaded, chosen);
         }
         if constexpr (sizeof(Stored) == 1)
-            store_bytes(to, stored);
+            Native::store(to, pack(stored));
         else
             memcpy(to, stored, sizeof stored);
     }

@@ -71,47 +71,122 @@ struct StochasticGroup {
     }
 };
 
-// --- codes of 32 bits an element to memory: four registers together, because narrowing one at a
-// time would take more instructions than encoding ---
+// --- codes to memory: those of a group together, because narrowing one register at a time would
+// take more instructions than encoding ---
 
-// GROUP codes below 256 to GROUP bytes.
-ZEROCAST_FN void store_bytes(u8* to, const Native::Int (&codes)[4]) {
+typedef Native::Bytes4 Packed;  // GROUP bytes
+
+// GROUP codes below 256, of 32 bits each.
+ZEROCAST_FN Packed pack(const Native::Int (&codes)[4]) {
 #if defined(__AVX512BW__)
     // Packing works within each 128-bit lane: dword (lane, register) of the result belongs at
     // (register, lane).
     __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32((__m512i)codes[0], (__m512i)codes[1]),
                                         _mm512_packus_epi32((__m512i)codes[2], (__m512i)codes[3]));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+    return (Packed)_mm512_permutexvar_epi32(order, bytes);
 #elif defined(__AVX2__)
     __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32((__m256i)codes[0], (__m256i)codes[1]),
                                         _mm256_packus_epi32((__m256i)codes[2], (__m256i)codes[3]));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
+    return (Packed)_mm256_permutevar8x32_epi32(bytes, order);
 #elif defined(__SSE2__)
-    __m128i bytes = _mm_packus_epi16(_mm_packs_epi32((__m128i)codes[0], (__m128i)codes[1]),
-                                     _mm_packs_epi32((__m128i)codes[2], (__m128i)codes[3]));
-    _mm_storeu_si128((__m128i*)to, bytes);
+    return (Packed)_mm_packus_epi16(_mm_packs_epi32((__m128i)codes[0], (__m128i)codes[1]),
+                                    _mm_packs_epi32((__m128i)codes[2], (__m128i)codes[3]));
 #else
-    for (int i = 0; i < GROUP; i++) to[i] = (u8)codes[i / Native::WIDTH][i % Native::WIDTH];
+    Packed bytes;
+    for (int i = 0; i < GROUP; i++) bytes[i] = (u8)codes[i / Native::WIDTH][i % Native::WIDTH];
+    return bytes;
+#endif
+}
+
+// GROUP numbers of 16 bits, as Waiting keeps elements, as bytes that saturate: 0 to 255.
+// in_order() brings them into the order of the elements.
+ZEROCAST_FN Packed saturated(Native::Shorts a, Native::Shorts b) {
+#if defined(__AVX512BW__)
+    return (Packed)_mm512_packus_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Packed)_mm256_packus_epi16((__m256i)a, (__m256i)b);
+#else
+    Packed bytes;
+    for (int i = 0; i < GROUP; i++) {
+        short x = i < GROUP / 2 ? a[i] : b[i - GROUP / 2];
+        bytes[i] = (u8)(x < 0 ? 0 : x > 255 ? 255 : x);
+    }
+    return bytes;
+#endif
+}
+ZEROCAST_FN Packed in_order(Packed bytes) {
+#if defined(__AVX2__)
+    // In each 128-bit lane there are four elements of each of four registers of 32 bits, of two in
+    // turn; then as in pack().
+    const __m128i fours = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+#endif
+#if defined(__AVX512BW__)
+    __m512i grouped = _mm512_shuffle_epi8((__m512i)bytes, _mm512_broadcast_i32x4(fours));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return (Packed)_mm512_permutexvar_epi32(order, grouped);
+#elif defined(__AVX2__)
+    __m256i grouped = _mm256_shuffle_epi8((__m256i)bytes, _mm256_broadcastsi128_si256(fours));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return (Packed)_mm256_permutevar8x32_epi32(grouped, order);
+#else
+    constexpr int W = Native::WIDTH;
+    Packed ordered;
+    for (int i = 0; i < GROUP; i++) {
+        int half = i / (2 * W), in_half = i % (2 * W);
+        ordered[i] = bytes[half * 2 * W + in_half % W * 2 + in_half / W];
+    }
+    return ordered;
+#endif
+}
+
+// Of two registers of bytes: the smaller ones, and a less b or 0.
+ZEROCAST_FN Packed smaller(Packed a, Packed b) {
+#if defined(__AVX512BW__)
+    return (Packed)_mm512_min_epu8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Packed)_mm256_min_epu8((__m256i)a, (__m256i)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+ZEROCAST_FN Packed less(Packed a, Packed b) {
+#if defined(__AVX512BW__)
+    return (Packed)_mm512_subs_epu8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Packed)_mm256_subs_epu8((__m256i)a, (__m256i)b);
+#else
+    return a > b ? a - b : Packed{};
+#endif
+}
+
+// Whether any byte is below this one.
+ZEROCAST_FN bool any_below(Packed bytes, u8 bound) {
+#if defined(__AVX512BW__)
+    return _mm512_cmplt_epu8_mask((__m512i)bytes, _mm512_set1_epi8((char)bound));
+#elif defined(__AVX2__)
+    __m256i above = _mm256_max_epu8((__m256i)bytes, _mm256_set1_epi8((char)bound));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(above, (__m256i)bytes)) != -1;
+#else
+    bool any = false;
+    for (int i = 0; i < GROUP; i++) any |= bytes[i] < bound;
+    return any;
 #endif
 }
 
 // GROUP codes below 16 to GROUP / 2 bytes, the even element in the low nibble.
-ZEROCAST_FN void store_nibbles(u8* to, const Native::Int (&codes)[4]) {
-    alignas(64) u8 bytes[GROUP];  // stays in a register
-    store_bytes(bytes, codes);
+ZEROCAST_FN void store_nibbles(u8* to, Packed bytes) {
 #if defined(__AVX512BW__)
-    __m512i pairs = _mm512_maddubs_epi16(_mm512_load_si512(bytes),
-                                         _mm512_set1_epi16(0x1001));  // even + 16 * odd
+    __m512i pairs =
+        _mm512_maddubs_epi16((__m512i)bytes, _mm512_set1_epi16(0x1001));  // even + 16 * odd
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi16_epi8(pairs));
 #elif defined(__AVX2__)
-    __m256i pairs =
-        _mm256_maddubs_epi16(_mm256_load_si256((__m256i*)bytes), _mm256_set1_epi16(0x1001));
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)bytes, _mm256_set1_epi16(0x1001));
     __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
     _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(narrow));
 #elif defined(__SSE2__)
-    __m128i words = _mm_load_si128((__m128i*)bytes);
+    __m128i words = (__m128i)bytes;
     __m128i pairs =
         _mm_and_si128(_mm_or_si128(words, _mm_srli_epi16(words, 4)), _mm_set1_epi16(0xFF));
     _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(pairs, pairs));

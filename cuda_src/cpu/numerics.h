@@ -39,7 +39,12 @@ class BlockMultipliers {
   public:
     template <class Numerics>
     explicit BlockMultipliers(const Numerics& numerics)
-        : numerics_(&numerics), fill_(fill_under<Numerics>) {}
+        : numerics_(&numerics),
+          fill_(fill_under<Numerics>),
+          are_powers_of_two_(SAME<Numerics, MXNumerics<typename Numerics::Format>>) {}
+
+    // Whether all are powers of two, but for those of blocks with a NaN or an infinity.
+    bool are_powers_of_two() const { return are_powers_of_two_; }
 
     // Those of blocks side by side. Returns whether all are positive, neither NaN nor 0: then what
     // they multiply stays a number, if it is one.
@@ -50,6 +55,7 @@ class BlockMultipliers {
   private:
     const void* numerics_;
     bool (*fill_)(const void*, const i32*, const u8*, i64, float*);
+    bool are_powers_of_two_;
 
     template <class Numerics>
     static bool fill_under(const void* erased, const i32* amax, const u8* choices, i64 count,

@@ -15,6 +15,8 @@
 #include <stdlib.h>
 
 #include "cpu/adamw.h"
+#include "cpu/cast_rows.h"
+#include "cpu/cast_rows_and_columns.h"
 #include "cpu/cast_shard.h"
 #include "cpu/plane_amax.h"
 
@@ -39,9 +41,6 @@ constexpr i64 NARROW = 1024;
 
 // Elements at most of a row of blocks that waits for its cast: of BF16 2 MiB.
 constexpr i64 WAITING = 1 << 20;
-
-// The same of one whose elements are only read: of BF16 256 KiB of a second-level cache.
-constexpr i64 WAITING_IN_L2 = 1 << 17;
 
 // Elements of a launch from which codes go past the caches, where few of them would stay: a store
 // there first reads the line that it writes.
@@ -71,13 +70,20 @@ void measure(const Shards& shards, const CastShard& shard, const T* master, cons
     raise_amaxes(shard, master, region, shared);
 }
 
-// Whether cast_rows() does what is asked for.
+// Whether both planes go by CastRowsAndColumns, which takes lanes of 16 bits to be fast.
+bool has_rows_and_columns(const CastShard& shard) {
+    return in_rows_and_columns(shard) && Native::WIDTH > 4 && shard.rowwise.grid.block_w == 32
+           && shard.columnwise.grid.block_h == 32;
+}
+
+// Whether cast_rows() or CastRowsAndColumns does what is asked for.
 bool goes_by_rows(const CastShard& shard, const AdamWUpdate* table) {
     const Grid& grid = shard.rowwise.grid;
-    return !shard.columnwise.codes && !shard.changes.flags && grid.cols % GROUP == 0
-           && grid.block_h == grid.block_w
-           && (grid.block_w == 16 || grid.block_w == 32 || grid.block_w == 128)
-           && shard.round_to == NOMINAL_BF16 && shard.master->dtype == NOMINAL_FP32
+    bool is_one_plane = !shard.columnwise.codes && grid.block_h == grid.block_w
+                        && (grid.block_w == 16 || grid.block_w == 32 || grid.block_w == 128);
+    return (is_one_plane || has_rows_and_columns(shard)) && !shard.changes.flags
+           && grid.cols % GROUP == 0 && shard.round_to == NOMINAL_BF16
+           && shard.master->dtype == NOMINAL_FP32
            && (!table || Update(*table, shard.start).goes_in_groups());
 }
 
@@ -128,103 +134,35 @@ class Parts {
     i64 across() const { return (cols_ + width_ - 1) / width_; }
 };
 
-// Masters that are read as they are.
-struct Read {
-    const float* master;
-    i64 ahead;
-
-    template <class Before, class After>
-    ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
-        for (i64 i = begin; i < end; i += GROUP) {
-            before(i - begin);
-            prefetch(master + i, ahead);
-            Native::Float x[4];
-            for (int k = 0; k < 4; k++) x[k] = load_of(master + i, k);
-            after(i - begin, x);
-        }
-    }
-};
-
-// Measures and casts elements [begin, end) of a shard as far as they lie in columns [col, col_end),
-// rows of blocks that are BLOCK high and wide, as `source` gives them. `memory`: maxima and
-// multipliers of a row of blocks, and its elements in BF16.
-template <int BLOCK, class F, class Source>
-void cast_rows(const CastShard& shard, const Source& source, const BlockMultipliers& multipliers,
-               const Region& region, void* memory) {
-    i64 cols = shard.rowwise.grid.cols, width = region.col_end - region.col;
-    i64 blocks = (width + BLOCK - 1) / BLOCK, blocks_w = shard.rowwise.grid.blocks_w();
-    auto largest = (Native::Int*)memory;
-    auto waiting = (Waiting*)(largest + blocks + Native::WIDTH);
-    auto by_block = (float*)(waiting + BLOCK * width);
-    PlaneCast<Waiting, Fp32, NearestGroup<F>> plane(shard, waiting, shard.rowwise, multipliers,
-                                                    NearestGroup<F>{}, 0, region.streams);
-    Native::Int tensor{};
-    bool positive = false;
-    i64 last = region.end / cols;
-    for (i64 row = region.begin / cols, above = 0; row < last || above > 0; row += BLOCK) {
-        i64 rows = max_of(0, min_of(BLOCK, last - row));
-        memset(largest, 0, (blocks + Native::WIDTH) * sizeof *largest);
-        for (i64 r = 0; r < max_of(rows, above); r++) {
-            i64 element = (row + r) * cols + region.col;
-            Waiting* line = waiting + r * width;  // of the row of blocks above, until it is cast
-            auto cast = [&](i64 c) {
-                plane.template cast_group<BLOCK>(element - BLOCK * cols + c, line + c,
-                                                 by_block + c / BLOCK, positive);
-            };
-            auto keep = [&](i64 c, const Native::Float(&read)[4]) {
-                Native::Float x[4];
-                bool nan = any_nan(read);
-                for (int k = 0; k < 4; k++) {
-                    x[k] = nan ? with_canonical_nan<Native>(read[k]) : read[k];
-                    x[k] = Rounding<Bf16, Native>::of_number(x[k]);
-                }
-                raise_group<BLOCK>(largest + c / BLOCK, x);
-                store_group(line + c, x);
-            };
-            if (r < rows && r < above)
-                source.in_groups(element, element + width, cast, keep);
-            else if (r < rows)
-                source.in_groups(element, element + width, [](i64) {}, keep);
-            else
-                for (i64 c = 0; c < width; c += GROUP) cast(c);
-        }
-        above = rows;
-        if (rows == 0) break;
-        i64 first_block = row / BLOCK * blocks_w + region.col / BLOCK;
-        i32* slots = shard.rowwise.block_amax + first_block;
-        tensor = Native::max(tensor, flush(largest, blocks, slots, shard.round_to, false));
-        positive = plane.fill_multipliers(first_block, blocks, by_block);
-    }
-    raise_tensor(shard, reduce_max<Native>(tensor));
-}
-
 // Does what cast_rows() does of whole rows, where there is memory; returns whether there is.
 template <class F>
 bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpdate* table,
                      const BlockMultipliers& multipliers, i64 begin, i64 end, bool streams) {
     const Grid& grid = shard.rowwise.grid;
-    i64 width = grid.cols;
-    if (!table) width = min_of(width, WAITING_IN_L2 / grid.block_h / GROUP * GROUP);
-    i64 blocks = width / grid.block_w + 2;
+    bool both = has_rows_and_columns(shard);
+    if (both && !multipliers.are_powers_of_two()) return false;
+    i64 blocks = grid.cols / grid.block_w + 2;
     i64 bytes = (blocks + Native::WIDTH) * sizeof(Native::Int) + blocks * sizeof(float)
-                + grid.block_h * width * sizeof(Waiting);
+                + block_rows(shard) * sizeof(Waiting);
+    if (both) bytes = CastRowsAndColumns<32, F>::bytes(grid.cols);
     void* memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!memory) return false;
+    Region region{begin, end};
+    region.streams = streams;
     auto cast = [&](const auto& source) {
-        for (i64 col = 0; col < grid.cols; col += width) {
-            Region region{begin, end, col, min_of(col + width, grid.cols), 0, streams};
-            if (grid.block_w == 16)
-                cast_rows<16, F>(shard, source, multipliers, region, memory);
-            else if (grid.block_w == 32)
-                cast_rows<32, F>(shard, source, multipliers, region, memory);
-            else
-                cast_rows<128, F>(shard, source, multipliers, region, memory);
-        }
+        if (both)
+            CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
+        else if (grid.block_w == 16)
+            cast_rows<16, F>(shard, source, multipliers, region, memory);
+        else if (grid.block_w == 32)
+            cast_rows<32, F>(shard, source, multipliers, region, memory);
+        else
+            cast_rows<128, F>(shard, source, multipliers, region, memory);
     };
     if (table)
         cast(Update(*table, shard.start));
     else
-        cast(Read{master, width < grid.cols ? grid.cols : PREFETCH_AHEAD});
+        cast(Read{master});
     free(memory);
     return true;
 }

@@ -34,8 +34,9 @@ struct Simd {
     typedef u8 Bytes __attribute__((vector_size(W)));  // one an element
     typedef u8 HalfBytes __attribute__((vector_size(W / 2)));
     typedef unsigned short Halves __attribute__((vector_size(2 * W)));  // 16 bits an element
-    typedef u64 Wide __attribute__((vector_size(4 * W)));   // half as many, 64 bits each
-    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));  // a whole register of them
+    typedef short Shorts __attribute__((vector_size(4 * W)));  // a whole register of 16 bits each
+    typedef u64 Wide __attribute__((vector_size(4 * W)));      // half as many, 64 bits each
+    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));     // a whole register of them
 
     static ZEROCAST_FN Int bits(Float x) { return (Int)x; }
     static ZEROCAST_FN Float value(Int i) { return (Float)i; }
@@ -59,6 +60,16 @@ struct Simd {
         return (Int)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
         return (Int)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+        return a > b ? a : b;
+#endif
+    }
+    template <class T>  // Shorts
+    static ZEROCAST_FN T max(T a, T b) {
+#if defined(__AVX512BW__)
+        return (T)_mm512_max_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return (T)_mm256_max_epi16((__m256i)a, (__m256i)b);
 #else
         return a > b ? a : b;
 #endif
@@ -272,12 +283,11 @@ ZEROCAST_FN Native::Float load_of(const Waiting* group, int i) {
     auto two = Native::load_as<Native::Unsigned>(group + i / 2 * 2 * Native::WIDTH);
     return Native::value((Native::Int)(i % 2 ? two & 0xFFFF0000u : two << 16));
 }
-ZEROCAST_FN void store_group(Waiting* group, const Native::Float (&x)[4]) {
-    for (int i = 0; i < 4; i += 2) {
-        auto low = (Native::Int)((Native::Unsigned)Native::bits(x[i]) >> 16);
-        Native::store(group + i * Native::WIDTH,
-                      Native::merge(0xFFFF, low, Native::bits(x[i + 1])));
-    }
+// Two registers of numbers as they wait, rounded.
+ZEROCAST_FN Native::Int rounded_waiting(Native::Float a, Native::Float b) {
+    typedef Rounding<Bf16, Native> Rounds;
+    return Native::merge(0xFFFF, (Native::Int)(Rounds::carried(a) >> 16),
+                         (Native::Int)Rounds::carried(b));
 }
 
 // Read one nibble an element, the even element from the low one: WIDTH / 2 bytes.
@@ -341,19 +351,38 @@ ZEROCAST_FN typename L::Int every_second(typename L::Int a, typename L::Int b, I
     return __builtin_shufflevector(a, b, (2 * I + FIRST)...);
 }
 
-// The largest element of each of WIDTH registers.
-template <class L>
-ZEROCAST_FN typename L::Int reduce_max_each(const typename L::Int* from) {
+// What `max` makes of all elements of each of WIDTH registers.
+template <class L, class Max>
+ZEROCAST_FN typename L::Int reduce_each(typename L::Int* x, const Max& max) {
     typedef typename IndicesTo<L::WIDTH>::Type All;
-    typename L::Int x[L::WIDTH];  // stays in registers
-    for (int i = 0; i < L::WIDTH; i++) x[i] = from[i];
     for (int n = L::WIDTH / 2; n > 0; n /= 2) {
         for (int i = 0; i < n; i++) {
-            x[i] = L::max(every_second<L, 0>(x[2 * i], x[2 * i + 1], All{}),
-                          every_second<L, 1>(x[2 * i], x[2 * i + 1], All{}));
+            x[i] = max(every_second<L, 0>(x[2 * i], x[2 * i + 1], All{}),
+                       every_second<L, 1>(x[2 * i], x[2 * i + 1], All{}));
         }
     }
     return x[0];
+}
+
+// The largest element of each of WIDTH registers.
+template <class L>
+ZEROCAST_FN typename L::Int reduce_max_each(const typename L::Int* from) {
+    typename L::Int x[L::WIDTH];  // stays in registers
+    for (int i = 0; i < L::WIDTH; i++) x[i] = from[i];
+    return reduce_each<L>(x, [](typename L::Int a, typename L::Int b) { return L::max(a, b); });
+}
+
+// The largest of two magnitudes in each lane of 32 bits, of each of 2 * WIDTH registers.
+ZEROCAST_FN Native::Shorts reduce_max_each_short(const Native::Shorts* from) {
+    typedef Native::Int Int;
+    Int x[Native::WIDTH];  // two registers each
+    for (int i = 0; i < Native::WIDTH; i++) {
+        Int a = (Int)from[2 * i], b = (Int)from[2 * i + 1];
+        x[i] = (Int)Native::max((Native::Shorts)Native::merge(0xFFFF, a, b << 16),
+                                (Native::Shorts)Native::merge(0xFFFF, a >> 16, b));
+    }
+    return (Native::Shorts)reduce_each<Native>(
+        x, [](Int a, Int b) { return (Int)Native::max((Native::Shorts)a, (Native::Shorts)b); });
 }
 
 // The largest element.

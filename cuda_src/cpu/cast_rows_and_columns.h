@@ -1,0 +1,216 @@
+// Both planes of rows of blocks under scales that are powers of two, blocks of one row and of one
+// column, measured and cast in one loop as cast_rows() does.
+#pragma once
+
+#include "cpu/cast_shard.h"
+#include "cpu/plane_amax.h"
+#include "cpu/powers_of_two.h"
+
+namespace zerocast {
+inline namespace ZEROCAST_ISA {
+
+// Of BLOCK x BLOCK elements, which have a scale for each of their rows and columns.
+template <int BLOCK, class F>
+class CastRowsAndColumns {
+  public:
+    // How many bytes of memory it takes to work on rows of so many elements.
+    static i64 bytes(i64 cols) {
+        i64 blocks = cols / BLOCK + 2 * W;
+        return (LINES * sizeof(Waiting) + sizeof(float) + 2 * sizeof(short)) * cols
+               + (sizeof(Shorts) + sizeof(float) + sizeof(short)) * blocks
+               + sizeof(int) * (cols / GROUP + 1);
+    }
+
+    // Works on rows of blocks of a shard whose columns are a multiple of GROUP.
+    CastRowsAndColumns(const CastShard& shard, const BlockMultipliers& multipliers,
+                       const Region& region, void* memory)
+        : shard_(shard),
+          region_(region),
+          cols_(shard.rowwise.grid.cols),
+          blocks_(shard.rowwise.grid.blocks_w()),
+          rows_(shard, nullptr, shard.rowwise, multipliers, NearestGroup<F>{}, 0, region.streams),
+          columns_(shard, nullptr, shard.columnwise, multipliers, NearestGroup<F>{}, 0,
+                   region.streams),
+          waiting_((Waiting*)memory),
+          row_largest_((Shorts*)(waiting_ + LINES * cols_)),
+          by_column_((float*)(row_largest_ + blocks_ + 2 * W)),
+          column_steps_((short*)(by_column_ + cols_)),
+          column_largest_(column_steps_ + cols_),
+          by_block_((float*)(column_largest_ + cols_)),
+          irregular_((int*)(by_block_ + blocks_ + 2 * W)),
+          block_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {
+        memset(row_largest_ + blocks_, 0, 2 * W * sizeof *row_largest_);
+    }
+
+    template <class Source>
+    void operator()(const Source& source) {
+        i64 last = region_.end / cols_;
+        Native::Int tensor{};
+        for (i64 row = region_.begin / cols_, above = 0; row < last || above > 0; row += BLOCK) {
+            i64 rows = max_of(0, min_of(BLOCK, last - row));
+            Amaxes measured;
+            memset(column_largest_, 0, cols_ * sizeof *column_largest_);
+            for (i64 r = 0; r < max_of(rows, above); r++)
+                turn(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1, measured);
+            tensor = Native::max(tensor, measured.largest);
+            if (rows > 0) prepare(row, measured);
+            above = rows;
+        }
+        raise_tensor(shard_, reduce_max<Native>(tensor));
+    }
+
+  private:
+    typedef PlaneCast<Waiting, Fp32, NearestGroup<F>> Plane;
+    typedef PowerOfTwoCodes<F> Codes;
+    static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
+
+    // The largest amax of some blocks, and the smallest of those that are not 0.
+    struct Amaxes {
+        Native::Int largest{}, smallest = Native::splat(MAGNITUDE_MASK);
+
+        ZEROCAST_FN void add(Native::Int amax) {
+            largest = Native::max(largest, amax);
+            auto no_zero = Native::select(amax == 0, Native::splat(MAGNITUDE_MASK), amax);
+            smallest = Native::min(smallest, no_zero);
+        }
+        bool are_regular() const {
+            return reduce_max<Native>(largest) < INFINITY_BITS
+                   && -reduce_max<Native>(-smallest) >= LEAST_AMAX;
+        }
+    };
+
+    const CastShard& shard_;
+    const Region& region_;
+    i64 cols_, blocks_;
+    Plane rows_, columns_;
+    Waiting* waiting_;       // elements, of the latest LINES rows
+    Shorts* row_largest_;    // magnitudes by block of the row that is measured, in any lane
+    float* by_column_;       // multipliers of the row of blocks that is cast
+    short* column_steps_;    // the same, in the order of Waiting
+    short* column_largest_;  // magnitudes of the row of blocks that is measured, in that order
+    float* by_block_;        // multipliers of the row that is cast
+    int* irregular_;         // columns of its groups that have to be cast again
+    short* block_steps_;     // of the row that is cast
+    bool regular_ = false;   // whether Codes serves the row of blocks that is cast
+    bool positive_ = false;  // whether all multipliers of its columns are
+
+    Waiting* line(i64 row) const { return waiting_ + row % LINES * cols_; }
+
+    // Measures one row and casts one row above it; -1 stands for none.
+    template <class Source>
+    void turn(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
+        bool casts = false, positive = false;
+        i64 count = 0;  // of irregular groups
+        if (cast_row >= 0) {
+            positive = rows_.fill_multipliers(cast_row * blocks_, blocks_, by_block_);
+            casts = regular_;
+            for (i64 b = 0; casts && b < blocks_; b += W) {
+                auto steps = Codes::step(Native::load(by_block_ + b));
+                Native::store(block_steps_ + b, __builtin_convertvector(steps, Native::Halves));
+            }
+            for (i64 c = 0; !casts && c < cols_; c += GROUP)
+                cast_any(cast_row, c, positive && positive_);
+        }
+        auto cast = [&, group = regular_group(max_of(cast_row, 0))](i64 c)
+                        __attribute__((always_inline)) {
+                            irregular_[count] = (int)c;
+                            count += group(c);
+                        };
+        auto none = [](i64) {};
+        i64 begin = measured_row * cols_;
+        if (measured_row < 0)
+            for (i64 c = 0; casts && c < cols_; c += GROUP) cast(c);
+        else if (casts)
+            source.in_groups(begin, begin + cols_, cast, measuring(measured_row));
+        else
+            source.in_groups(begin, begin + cols_, none, measuring(measured_row));
+        for (i64 i = 0; i < count; i++) cast_any(cast_row, irregular_[i], positive && positive_);
+        if (measured_row >= 0) raise_rows(measured_row * blocks_, measured);
+    }
+
+    // What casts the group at a column of a row by Codes, and returns whether that has to be done
+    // again. It holds what it takes by value: stores of bytes might change all else.
+    ZEROCAST_FN auto regular_group(i64 row) const {
+        u8 *to_rows = rows_.codes(row * cols_), *to_columns = columns_.codes(row * cols_);
+        return [=, streams_rows = rows_.streams(to_rows),
+                streams_columns = columns_.streams(to_columns), line = line(row),
+                block_steps = block_steps_,
+                column_steps = column_steps_](i64 c) __attribute__((always_inline)) {
+            Codes codes(line + c);
+            Packed irregular = Packed{} + Codes::NONE;
+            auto of_rows = codes.under(Shorts{} + block_steps[c / BLOCK],
+                                       Shorts{} + block_steps[(c + 2 * W) / BLOCK], irregular);
+            auto first = Native::load_as<Shorts>(column_steps + c);
+            auto second = Native::load_as<Shorts>(column_steps + c + 2 * W);
+            auto of_columns = codes.under(first, second, irregular);
+            Plane::store(to_rows + Plane::bytes(c), of_rows, streams_rows);
+            Plane::store(to_columns + Plane::bytes(c), of_columns, streams_columns);
+            return Codes::is_irregular(irregular);
+        };
+    }
+
+    // Casts a group of a row, whatever it holds.
+    void cast_any(i64 row, i64 c, bool positive) const {
+        const Waiting* group = line(row) + c;
+        const float* by_block = by_block_ + c / BLOCK;
+        rows_.template cast_group<BLOCK>(row * cols_ + c, group, by_block, positive);
+        columns_.template cast_group<1>(row * cols_ + c, group, by_column_ + c, positive);
+    }
+
+    // What keeps a group of a row, rounded, and measures it.
+    ZEROCAST_FN auto measuring(i64 row) const {
+        return [line = line(row), column_largest = column_largest_, row_largest = row_largest_](
+                   i64 c, const Native::Float(&read)[4]) __attribute__((always_inline)) {
+            Native::Float x[4];
+            bool nan = any_nan(read);
+            for (int k = 0; k < 4; k++) x[k] = nan ? with_canonical_nan<Native>(read[k]) : read[k];
+            Shorts in_block{};
+            for (int i = 0; i < 2; i++) {
+                i64 at = c + 2 * W * i;
+                auto kept = rounded_waiting(x[2 * i], x[2 * i + 1]);
+                Native::store(line + at, kept);
+                Shorts magnitude = (Shorts)kept & 0x7FFF;
+                auto largest = Native::load_as<Shorts>(column_largest + at);
+                Native::store(column_largest + at, Native::max(largest, magnitude));
+                in_block = 2 * W * i % BLOCK ? Native::max(in_block, magnitude) : magnitude;
+                row_largest[at / BLOCK] = in_block;
+            }
+        };
+    }
+
+    // The amaxes of `count` blocks side by side into their slots.
+    ZEROCAST_FN void raise(i32* slots, i64 count, Native::Int amax, Amaxes& measured) const {
+        amax = Native::max(load_some<Native::Int>(slots, count), amax);
+        store_some(slots, amax, count);
+        measured.add(amax);
+    }
+
+    // Those of one row, from the first block on.
+    void raise_rows(i64 first_block, Amaxes& measured) const {
+        for (i64 b = 0; b < blocks_; b += 2 * W) {
+            alignas(64) short largest[2 * W];
+            Native::store(largest, reduce_max_each_short(row_largest_ + b));
+            for (i64 i = b; i < min_of(b + 2 * W, blocks_); i += W) {
+                auto amax = load_halves<Native>(largest + i - b) << 16;
+                raise(shard_.rowwise.block_amax + first_block + i, blocks_ - i, amax, measured);
+            }
+        }
+    }
+
+    // Makes what the cast of a row of blocks takes, once it is measured.
+    void prepare(i64 row, Amaxes& measured) {
+        i64 first_column = row / BLOCK * cols_;
+        for (i64 c = 0; c < cols_; c += W) {
+            auto group = (const Waiting*)column_largest_ + c / GROUP * GROUP;
+            auto amax = Native::bits(load_of(group, c % GROUP / W));
+            raise(shard_.columnwise.block_amax + first_column + c, W, amax, measured);
+        }
+        positive_ = columns_.fill_multipliers(first_column, cols_, by_column_);
+        for (i64 c = 0; c < cols_; c += 2 * W)
+            Native::store(column_steps_ + c, Codes::steps(by_column_ + c));
+        regular_ = measured.are_regular();
+    }
+};
+
+}  // namespace ZEROCAST_ISA
+}  // namespace zerocast
