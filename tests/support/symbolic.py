@@ -37,10 +37,15 @@ class Product(NamedTuple):
 
 
 class Path:
-    """One run of a claim: the answers that comparisons were given, and what is known from them."""
+    """One run of a claim: the answers that comparisons are given, and what is known from them.
 
-    def __init__(self, answers: list[bool], assumed: tuple[Any, ...]) -> None:
-        self.answers, self.asked = answers, 0
+    Args:
+        left: the paths that are left, by their first answers; this one begins with the last.
+        assumed: what is known from the beginning.
+    """
+
+    def __init__(self, left: list[list[bool]], assumed: tuple[Any, ...]) -> None:
+        self._left, self._answers, self._asked = left, left.pop(), 0
         self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
         self.made: list[Any] = []
         self._facts: list[Any] = []
@@ -58,10 +63,11 @@ class Path:
         for way, excluded in ((True, z3.Not(condition)), (False, condition)):
             if self.excludes(excluded):
                 return way
-        if self.asked == len(self.answers):
-            self.answers.append(True)
-        answer = self.answers[self.asked]
-        self.asked += 1
+        if self._asked == len(self._answers):
+            self._left.append([*self._answers, False])
+            self._answers.append(True)
+        answer = self._answers[self._asked]
+        self._asked += 1
         self.know(condition if answer else z3.Not(condition))
         return answer
 
@@ -203,10 +209,10 @@ def prove(claim: Callable[..., Any], *assumed: Any, **given: Any) -> None:
     global _path
     numbers = [given[name] if name in given else Symbol(z3.Int(name))
                for name in inspect.signature(claim).parameters]  # fmt: skip
-    answers: list[bool] = []
+    left: list[list[bool]] = [[]]
     possible = False
-    while True:
-        _path = path = Path(answers, assumed)
+    while left:
+        _path = path = Path(left, assumed)
         try:
             for condition in claim(*numbers):
                 if not path.excludes(z3.Not(condition)):
@@ -215,14 +221,7 @@ def prove(claim: Callable[..., Any], *assumed: Any, **given: Any) -> None:
             possible |= not path.excludes(z3.BoolVal(True))
         finally:
             _path = None
-        # The next path: the last answer that was not given the other way yet.
-        answers = path.answers[: path.asked]
-        while answers and not answers[-1]:
-            answers.pop()
-        if not answers:
-            assert possible, "no numbers are as assumed"
-            return
-        answers[-1] = False
+    assert possible, "no numbers are as assumed"
 
 
 def in_range(limit: int) -> Any:
