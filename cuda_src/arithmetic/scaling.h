@@ -240,8 +240,8 @@ struct FourOverSixNumerics : NVFP4Numerics {
     // How far x is from such a value, or the square of that.
     template <bool SQUARED, class L>
     static ZEROCAST_FN typename L::Float error(typename L::Float x, typename L::Float value) {
-        typename L::Float distance = absolute<L>(value - x);
-        return SQUARED ? distance * distance : distance;
+        typename L::Float difference = value - x;
+        return SQUARED ? difference * difference : absolute<L>(difference);
     }
 
   private:

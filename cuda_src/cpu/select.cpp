@@ -44,6 +44,12 @@ ZEROCAST_FN Float smaller(Float a, Float b) {
 #endif
 }
 
+// y times a power of two, plus c: rounded once, since the product is exact or vanishes beside c.
+ZEROCAST_FN Float times_plus(Float y, float power, float c) {
+    if constexpr (W > 4) return Native::fma(y, Native::splat(power), Native::splat(c));
+    return y * Native::splat(power) + Native::splat(c);
+}
+
 // The errors of the rows inside blocks side by side, 0 of rows that there are not.
 struct RowErrors {
     alignas(64) float map4[ROWS][ACROSS], map6[ROWS][ACROSS];
@@ -70,16 +76,26 @@ struct RowErrors {
 // How many magnitudes E2M1 has.
 constexpr int CODES = 8;
 
+// Below these, elements of a block need not all be told apart that look_up() tells apart, under
+// map4 and map6: no scale that is not subnormal is so far from amax / 4 or amax / 6.
+constexpr float IN_RANGE[] = {4.5f, 7.0f};
+
 // What codes mean and elements are multiplied by, of blocks side by side: under map4, then map6.
 struct BlockTables {
     alignas(64) float values[ACROSS][2 * CODES];
     alignas(64) float multipliers[2][ACROSS];
+    bool in_range[ACROSS / W];  // of WIDTH blocks: whether all elements are IN_RANGE
 
     // Of WIDTH blocks from number b on, with these amaxes.
     ZEROCAST_FN void make(const FourOverSixNumerics& numerics, Int amax, i64 b) {
         auto scales = numerics.template candidates<Native>(amax);
         Native::store(&multipliers[0][b], scales.multiplier4);
         Native::store(&multipliers[1][b], scales.multiplier6);
+        Float largest4 = Native::value(amax) * scales.multiplier4;
+        Float largest6 = Native::value(amax) * scales.multiplier6;
+        Int beyond = ~((Int)(largest4 < Native::splat(IN_RANGE[0]))
+                       & (Int)(largest6 < Native::splat(IN_RANGE[1])));
+        in_range[b / W] = reduce_max<Native>(beyond & 1) == 0;
         for (int code = 0; code < CODES; code++) {
             Float map4 = numerics.template dequantized<Native>(Native::splat(code), scales.map4);
             Float map6 = numerics.template dequantized<Native>(Native::splat(code), scales.map6);
@@ -95,14 +111,15 @@ struct BlockTables {
 // or of map6 (MAP 1).
 //
 // Codes lie 0.5 apart up to 2, 1 apart up to 4 and then 2. Where floats lie 1 apart, adding rounds
-// to whole steps, to even; the smallest of the three sums counts the steps that there are.
-template <int MAP>
+// to whole steps, to even; the smallest of the three sums counts the steps that there are. All y
+// that are below IN_RANGE are at most the code 7, and under map4 below the last steps.
+template <int MAP, bool ALL_IN_RANGE>
 ZEROCAST_FN Float look_up(const float* values, Float y) {
     constexpr float BASE = 1.5f * (1 << MANTISSA_BITS) + MAP * CODES;
-    Float code = y + y + Native::splat(BASE);
-    code = smaller(code, y + Native::splat(BASE + 2));
-    code = smaller(code, y * Native::splat(0.5f) + Native::splat(BASE + 4));
-    Int place = Native::bits(smaller(code, Native::splat(BASE + 7)));
+    Float code = smaller(times_plus(y, 2.0f, BASE), y + Native::splat(BASE + 2));
+    if (!ALL_IN_RANGE || MAP == 1) code = smaller(code, times_plus(y, 0.5f, BASE + 4));
+    if (!ALL_IN_RANGE) code = smaller(code, Native::splat(BASE + 7));
+    Int place = Native::bits(code);
 #if defined(__AVX512F__)
     return (Float)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(values));
 #elif defined(__AVX2__)
@@ -137,7 +154,7 @@ struct ErrorNumerics : FourOverSixNumerics {
             for (int i = 0; i < W; i++) {
                 Float of_block = x[i * (COLS / W) + c];
                 Float y = of_block * Native::splat(tables.multipliers[MAP][b + i]);
-                Float value = look_up<MAP>(tables.values[b + i], y);
+                Float value = look_up<MAP, false>(tables.values[b + i], y);
                 errors[i] = error<SQUARED, Native>(of_block, value);
             }
             transpose_lanes<Native>(errors);
@@ -148,12 +165,12 @@ struct ErrorNumerics : FourOverSixNumerics {
 
     // Of WIDTH rows inside block number b, under one of the scales; a register of `x` are the
     // magnitudes of one of their columns.
-    template <int MAP>
+    template <int MAP, bool ALL_IN_RANGE>
     static ZEROCAST_FN Float errors_of_rows(const BlockTables& tables, i64 b,
                                             const Float (&x)[COLS]) {
         Float sum{}, multiplier = Native::splat(tables.multipliers[MAP][b]);
         for (int c = 0; c < COLS; c++) {
-            Float value = look_up<MAP>(tables.values[b], x[c] * multiplier);
+            Float value = look_up<MAP, ALL_IN_RANGE>(tables.values[b], x[c] * multiplier);
             sum = sum + error<SQUARED, Native>(x[c], value);
         }
         return sum;
@@ -190,8 +207,13 @@ class PartialSelect {
         auto work = [&](const Strip& strip, const Panel& panel) {
             if (cut_ < 0 && panel.rows == ROWS && grid_.block_w == COLS
                 && panel.count % (W * COLS) == 0) {
-                for (i64 at = 0; at < strip.blocks; at += W)
-                    add_blocks(at, master_ + panel.element + at * COLS);
+                for (i64 at = 0; at < strip.blocks; at += W) {
+                    const T* x = master_ + panel.element + at * COLS;
+                    if (tables_.in_range[at / W])
+                        add_blocks<true>(at, x);
+                    else
+                        add_blocks<false>(at, x);
+                }
                 return;
             }
             i64 row = panel.element / grid_.cols, col = strip.col + panel.col;
@@ -225,6 +247,7 @@ class PartialSelect {
 
     // The errors of all rows inside WIDTH whole blocks, from number `at` of the strip on; `x` is
     // where they begin.
+    template <bool ALL_IN_RANGE>
     ZEROCAST_FN void add_blocks(i64 at, const T* x) {
         for (i64 row = 0; row < ROWS; row += W, x += W * grid_.cols) {
             Float map4[W], map6[W];
@@ -236,8 +259,10 @@ class PartialSelect {
                     for (int c = 0; c < COLS; c += W) columns[c + r] = magnitudes(from + c);
                 }
                 for (int c = 0; c < COLS; c += W) transpose_lanes<Native>(columns + c);
-                map4[b] = Numerics::template errors_of_rows<0>(tables_, at + b, columns);
-                map6[b] = Numerics::template errors_of_rows<1>(tables_, at + b, columns);
+                map4[b] =
+                    Numerics::template errors_of_rows<0, ALL_IN_RANGE>(tables_, at + b, columns);
+                map6[b] =
+                    Numerics::template errors_of_rows<1, ALL_IN_RANGE>(tables_, at + b, columns);
             }
             transpose_lanes<Native>(map4);
             transpose_lanes<Native>(map6);

@@ -303,6 +303,18 @@ PLACES = ((0, 0), (2**34 - 64, 0), (2**34 - 640, 0), (48, 0), (48, 96), (16, 2**
 CPU_ONLY = ("any planes", "nvfp4-1x16-4over6")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numerics", FOUR_OVER_SIX, ids=str)
+def test_many_whole_blocks_that_choose_between_two_scales(numerics, kind):
+    """Beside blocks of magnitudes that a scale so small that it is subnormal leaves far above 6."""
+    scheme = Scheme(numerics, ScaleLayout(BlockGrid(48, 512, 16, 16)))
+    master = draw_values(kind, 48 * 512, 3).reshape(48, 512)
+    assert_casts_as_reference(scheme, [master.reshape(-1)], [scheme.whole])
+    master[:, ::48] *= 1e-5
+    master[16:32] *= torch.exp2(-torch.arange(512.0) // 16)
+    assert_casts_as_reference(scheme, [master.reshape(-1)], [scheme.whole])
+
+
 @pytest.mark.parametrize("name", [*ON_CPU, pytest.param("cuda", marks=needs_emulation)])
 @settings(max_examples=100)
 @given(data=st.data(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
