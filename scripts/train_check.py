@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 PLANTED = ROOT / "scripts" / "with_wrong_scale.py"
 
-RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "nvfp4-4over6")
+RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4-4over6")
 MODES = ("weights", "autocast")
 """Weights only; activations and gradients, too."""
 

@@ -2,8 +2,10 @@
 
     mpirun -n 4 python -m mpi4py scripts/with_wrong_scale.py examples/train_gpt.py --check
 
-Ranks reduce amaxes that are 2^20 times too large, so scales are, and every code rounds to zero.
-Ranks still agree with each other. A smaller fault would not do for a check of the loss: training
+Amaxes are 2^20 times too large once ranks have reduced them, those of blocks that a rank keeps to
+itself, too. So scales are: codes that wait for them round to zero, and those of blocks that were
+cast as they were measured stand for values as much too large. Ranks still agree with each other. A
+smaller fault would not do for a check of the loss: training
 makes up for a factor of 4 on one rank, say. The comparison of bytes finds any.
 """
 
@@ -22,13 +24,13 @@ FACTOR = 20 << 23
 
 
 def plant() -> None:
-    """Let what is reduced of amaxes be wrong."""
+    """Let amaxes be wrong once they are reduced."""
     reduce_amax = Exchange.reduce_amax
 
     def reduce_wrongly(self: Exchange, step: int = 0, error: ZerocastError | None = None) -> None:
         reduce_amax(self, step, error)
-        for entries in self.buffers.of_group.values():
-            amaxes = entries[:-STEP_WORDS]
+        reduced = [entries[:-STEP_WORDS] for entries in self.buffers.of_group.values()]
+        for amaxes in (*reduced, self.buffers._kept):
             amaxes[amaxes > 0] += FACTOR
 
     Exchange.reduce_amax = reduce_wrongly  # type: ignore[method-assign]

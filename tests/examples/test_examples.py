@@ -147,12 +147,14 @@ def test_every_recipe_trains_on_ranks(tmp_path: Path) -> None:
 def test_a_wrong_scale_is_found(tmp_path: Path, recipes: tuple[str, ...]) -> None:
     """With a wrong scale planted the check names weight, element and both values, under every
     recipe; exit code 1. Delayed scaling's codes are wrong from the second step on, and the scale
-    for them is after the first.
+    for them is after the first; of blocks that were cast as they were measured scales are.
     """
+    one_pass = dict.fromkeys(("block", "mxfp8", "mxfp4"), "rowwise_scale_inv")
+    wrong = {"delayed": "scale", **one_pass}
     options = ["--compare", ",".join(recipes), "--steps", 1, "--check", "--out", tmp_path]
     said = output_of([sys.executable, WITH_WRONG_SCALE, TRAIN, *options], code=1)
     for recipe in recipes:
-        buffer = "scale" if recipe == "delayed" else "rowwise_data"
+        buffer = wrong.get(recipe, "rowwise_data")
         assert f"{recipe}: WRONG: on rank 0 blocks.0.attention_in.weight.{buffer}[0" in said
     assert said.count("and the unsharded cast gives") == len(recipes)
 

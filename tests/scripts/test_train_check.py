@@ -86,7 +86,7 @@ def test_missing_runs_are_counted_and_others_are_kept(tmp_path):
     before = path.read_text()
     finished = check(path)
     assert finished.returncode == 2, finished.stdout + finished.stderr
-    assert "2 of 52 runs are missing" in finished.stdout
+    assert "2 of 59 runs are missing" in finished.stdout
     assert path.read_text() == before
     assert check(path, "--seeds", "0,1").returncode == 0
 
