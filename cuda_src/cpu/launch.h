@@ -96,7 +96,7 @@ void share(const Item* items, i64 count, i64 thread, i64 num_threads, const Rang
     i64 first = (i64)((__int128)total * thread / num_threads);
     i64 last = (i64)((__int128)total * (thread + 1) / num_threads);
     i64 before = 0;  // elements of the items so far
-    for (i64 i = 0; i < count; i++) {
+    for (i64 i = 0; i < count && before < last; i++) {
         Span span = range(items[i]);
         auto cut = [&](i64 at) {
             i64 element = span.begin + at - before;

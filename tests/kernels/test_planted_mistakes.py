@@ -226,7 +226,7 @@ def test_draws_of_another_pair(file: str, right: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("at_most(cols - col, 4)", "at_most(cols - col + 1, 4)"),
+        ("count = cols - col;", "count = cols - col + 1;"),
         nightly("left >= 4 &&", "left >= 3 &&"),
         nightly("row < filled ? scales", "row <= filled ? scales"),
         nightly("row < end && row < stored", "row < end && row + 1 < stored"),

@@ -183,7 +183,7 @@ def _value_cases(name: str) -> list[Case]:
     ties = torch.cat((ends, (ends[1:] + ends[:-1]) / 2)).float()
     around = torch.cat([ties.view(torch.int32) + step for step in (-1, 0, 1)]).clamp(min=0)
     points = around.unique().view(torch.float32)
-    every = _bf16(torch.arange(2**16 if fmt else 2**15))
+    every = _bf16(_count(2**16 if fmt else 2**15))
     points = torch.cat((points, -points)) if fmt else points  # scales are not negative
     cases = [Case(DECODED, codes, {"values": values})]
     for case, x in ("ties and neighbours", points), ("every BF16 value", every):
@@ -198,7 +198,12 @@ def _value_cases(name: str) -> list[Case]:
 @cache
 def _draws(numel: int, seed: int) -> torch.Tensor:
     """[numel] int64 of 16 random bits: those of docs/NUMERICS.md, section 7, at step 1."""
-    return element_draws(torch.arange(numel), seed, 0, 1)
+    return element_draws(_count(numel), seed, 0, 1)
+
+
+def _count(end: int) -> torch.Tensor:
+    """The numbers below ``end``."""
+    return torch.arange(end, dtype=torch.int64, device="cpu")
 
 
 def _bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -212,7 +217,7 @@ def _block(height: int, width: int, amax: int, seed: int) -> torch.Tensor:
     amax / 6 or amax / 448.
     """
     draws = _draws(height * width, seed)
-    largest, power = _bf16(torch.tensor([amax, amax & 0x7F80])).double()
+    largest, power = (_bf16(_count(1)[0] + bits).double() for bits in (amax, amax & 0x7F80))
     kind, count = draws >> 5 & 3, draws & 0x1F
     steps = torch.stack((power / 32, largest / 24, largest / 28, largest))[kind]
     below = _bf16((amax - (draws & 0x3FF)).clamp(min=0)).double()
@@ -243,7 +248,7 @@ def _tensor_cases(dialect: Dialect) -> list[Case]:
     for seed, (rows, cols) in enumerate(SHAPES):
         draws = _draws(rows * cols, seed).view(rows, cols)
         # From 2^-19 to 2^4, ascending by rows, and spread over 2^8 within one.
-        exponents = 108 + torch.arange(rows)[:, None] * 16 // rows + (draws >> 8) % 8
+        exponents = 108 + _count(rows)[:, None] * 16 // rows + (draws >> 8) % 8
         weight = _bf16((draws & 0x807F) | exponents << 7)
         weight[rows // 2] *= int(rows == 1)  # zeros of both signs
         weight[0, 0], weight[0, 1] = 0.0, -0.0
