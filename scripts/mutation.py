@@ -54,7 +54,7 @@ from mutation_operators import Mutant, mutants_of  # noqa: E402
 TESTS = {
     "layout": ["tests/layout", "tests/cast/test_boundary_exchange.py"],
     "formats": ["tests/formats"],
-    "cast": ["tests/cast", "tests/optim/test_adamw.py"],
+    "cast": ["tests/cast", "tests/optim/test_adamw_cast.py"],
     "headers": ["tests/backends/test_index_headers.py"],
 }
 """What notices the mutants of each part: packages of zerocast, and :data:`HEADERS`."""

@@ -1,0 +1,304 @@
+"""What an update of FusedAdamW leaves for the cast of the same masters: amaxes, codes, and those
+that it wrote under a guess.
+"""
+
+import pytest
+import torch
+
+import zerocast
+from tests.optim.training import Training, Whole, assert_same_lists, named, set_gradients
+from tests.support.compiled import ON_CPU
+from tests.support.recipes import RECIPES, VARIANTS, names
+from zerocast.backends.cpu import CpuBackend
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError
+from zerocast.optim import FusedAdamW, ZeroOptimizer
+from zerocast.recipes import Recipe
+from zerocast.tensors import quantize_into
+from zerocast.tensors.cast_steps import CastSteps
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps of casts that are run."""
+    ran: list[str] = []
+    run = CastSteps.run
+
+    def recorded(self: CastSteps, *names: str) -> None:
+        ran.extend(names)
+        run(self, *names)
+
+    monkeypatch.setattr(CastSteps, "run", recorded)
+    return ran
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_bytes_of_the_one_pass(recipe: Recipe, steps: list[str]) -> None:
+    """3 steps on 3 ranks give the bytes of whole weights that are cast from whole masters after
+    every step, and no cast measures what the update has measured.
+    """
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    whole = Whole(recipe, FusedAdamW, ranks=3, **options).train_weights(*range(3))
+
+    def work(comm: Communicator) -> list[torch.nn.Parameter]:
+        training = Training(comm, recipe, FusedAdamW, **options)
+        comm.all_gather_object(None)
+        steps.clear()
+        comm.all_gather_object(None)
+        return training.train(*range(3))
+
+    for params in run_in_process(3, work):
+        assert_same_lists(params, whole, "trained")
+    assert "compute_scale" in steps
+    assert "partial_amax" not in steps
+
+
+SHAPES = ((300, 1120), (130, 2080), (2, 40000), (700, 960))
+"""Several parts and turns of the pass; the third wider than a strip, the last in whole groups of
+registers.
+"""
+
+
+@pytest.mark.parametrize("name", names(lambda recipe: not recipe.chooses_scales, RECIPES))
+def test_bytes_of_large_weights(name: str) -> None:
+    """Weights of many parts, on 3 ranks, cut inside of rows and blocks, on two threads: the
+    codes and scales of an update and a cast apart.
+    """
+    recipe = RECIPES[name]
+
+    def work(comm: Communicator, in_one: bool) -> list[torch.Tensor]:
+        with zerocast.use_backend(CpuBackend(threads=2)):
+            g = torch.Generator().manual_seed(0)
+            params = [
+                torch.nn.Parameter(zerocast.quantize(torch.randn(s, generator=g), recipe))
+                for s in SHAPES
+            ]
+            optimizer = ZeroOptimizer(named(params), FusedAdamW, comm, lr=0.1)
+            if not in_one:
+                optimizer.inner.plan = None
+            for step in range(2):
+                g = torch.Generator().manual_seed(step)
+                gradients = [torch.randn(p.shape, generator=g) for p in params]
+                set_gradients(params, gradients)
+                if step:
+                    params[-1].grad = None
+                optimizer.step()
+        return params
+
+    apart, in_one = (run_in_process(3, lambda comm, i=i: work(comm, i)) for i in (False, True))
+    assert_same_lists(in_one[0], apart[0], name)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-2d", "block", "delayed"])
+@pytest.mark.parametrize(
+    "change", ["in place", "bound", "moved", "hook", "codes", "another plan", "none"]
+)
+def test_masters_that_change_before_the_cast(name: str, change: str, steps: list[str]) -> None:
+    """A master that is written, bound or left after the update, or a weight that moves or is
+    written, is measured again: the bytes are those of the masters as they are.
+    """
+    if (name, change) == ("delayed", "another plan"):
+        return  # that cast is one more in the history of both
+    recipe = VARIANTS[name]
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(70, 96, generator=g)
+    weight = zerocast.quantize(values, recipe)
+    oracle = zerocast.quantize(values, recipe)
+    master = torch.nn.Parameter(values.clone().view(-1))
+    plan = zerocast.CastPlan([weight], [master.detach()], [0], zerocast.comm.SingleRank())
+    optimizer = FusedAdamW([master], lr=0.1)
+    optimizer.plan = plan
+    if change == "hook":
+        optimizer.register_step_post_hook(lambda *_: master.data.mul_(8))
+    master.grad = torch.randn(70 * 96, generator=g)
+    optimizer.step()
+    steps.clear()
+    if change == "in place":
+        with torch.no_grad():
+            master.mul_(8)
+    elif change == "bound":
+        plan.bind([master.detach() * 8])
+    elif change == "moved":
+        storage = weight.quantized_storage
+        zerocast.replace_raw_data(weight, torch.zeros_like(storage.buffers["rowwise_data"]))
+    elif change == "codes":
+        weight.quantized_storage.buffers["rowwise_data"].zero_()
+    elif change == "another plan":
+        others = torch.ones(70 * 96)
+        zerocast.CastPlan([weight], [others], [0], zerocast.comm.SingleRank()).cast()
+        steps.clear()
+    plan.cast()
+    plan.post_all_gather_processing()
+    assert ("partial_amax" in steps) == (change != "none")
+    factor = 8 if change == "bound" else 1
+    quantize_into(oracle.quantized_storage, factor * master.detach().view(70, 96))
+    assert_same_lists([weight], [oracle], change)
+
+
+# --- codes that are written under a guess of the tensor's amax ---
+
+
+@pytest.mark.parametrize("backend", ON_CPU.values(), ids=ON_CPU)
+@pytest.mark.parametrize(
+    "change",
+    ["none", "amax", "twice", "in place", "bound", "moved", "codes", "another plan", "cast anew",
+     "no gradient", "infinite", "nan"],
+)  # fmt: skip
+def test_codes_under_a_guess(change: str, backend: CpuBackend) -> None:
+    """An update writes NVFP4's codes under the amax that the two casts before had; where that is
+    not the tensor's amax, or other masters are cast than were updated, the cast writes them anew.
+    """
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(70, 192, generator=g)
+    values[0, 0] = 8  # the largest, without a gradient
+    if change in ("infinite", "nan"):
+        values[1, 1] = values[17, 70] = -torch.inf
+        values[5, 5] = values[69, 191] = -torch.nan if change == "nan" else torch.inf
+    weight = zerocast.empty(values.shape, RECIPES["nvfp4"], dtype=torch.bfloat16)
+    master = torch.nn.Parameter(values.clone().view(-1))
+    with zerocast.use_backend(backend):
+        plan = zerocast.CastPlan([weight], [master.detach()], [0], zerocast.comm.SingleRank())
+    optimizer = FusedAdamW([master], lr=0.01, weight_decay=0)
+    optimizer.plan = plan
+    codes = weight.quantized_storage.buffers["rowwise_data"]
+    for i in range(4):
+        master.grad = torch.randn(values.numel(), generator=g)
+        master.grad[0] = 0
+        if i == 3 and change == "amax":
+            with torch.no_grad():
+                master[5] = 100
+        if i == 3 and change == "no gradient":
+            with torch.no_grad():
+                master.mul_(-1)
+            master.grad = None
+        before = codes.clone()
+        optimizer.step()
+        if i == 3 and change == "twice":
+            master.grad *= -7
+            optimizer.step()
+        updated = codes.clone()
+        if change not in ("infinite", "nan"):  # whose codes are all alike
+            assert torch.equal(updated, before) == (i < 2 or (change == "no gradient" and i == 3))
+        if i == 3 and change == "cast anew":
+            plan.cast()
+        if i == 3 and change in ("in place", "cast anew"):
+            with torch.no_grad():
+                master[::2].mul_(-1)
+        elif i == 3 and change == "bound":
+            master = -master.detach()
+            plan.bind([master])
+        elif i == 3 and change == "moved":
+            codes = torch.zeros_like(codes)
+            zerocast.replace_raw_data(weight, codes)
+        elif i == 3 and change == "codes":
+            codes.zero_()
+        elif i == 3 and change == "another plan":
+            with zerocast.use_backend(backend):
+                single = zerocast.comm.SingleRank()
+                zerocast.CastPlan([weight], [-master.detach()], [0], single).cast()
+        plan.cast()
+    plan.post_all_gather_processing()
+    wrong = ("amax", "in place", "bound", "cast anew", "no gradient")
+    assert torch.equal(codes, updated) == (change not in wrong)
+    oracle = zerocast.quantize(master.detach().view(70, 192), weight.recipe, dtype=torch.bfloat16)
+    assert_same_lists([weight], [oracle], change)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_guesses_of_ranks(threads: int) -> None:
+    """On 3 ranks weights in whole and in cut parts, of a few high rows, of rows that are wider than
+    what waits, and in groups of registers that no row is: the bytes of an update and a cast apart,
+    where a weight is left out of a step, and the largest element stays or changes on one rank.
+    """
+    shapes = ((700, 960), (48, 8192), (20, 70016), (100, 1120))
+
+    def work(comm: Communicator, in_one: bool) -> list[torch.Tensor]:
+        with zerocast.use_backend(CpuBackend(threads=threads)):
+            g = torch.Generator().manual_seed(0)
+            values = [torch.randn(s, generator=g) for s in shapes]
+            for each in values:
+                each[-1, -1] = 8
+            params = [
+                torch.nn.Parameter(zerocast.quantize(x, RECIPES["nvfp4"], dtype=torch.bfloat16))
+                for x in values
+            ]
+            optimizer = ZeroOptimizer(
+                named(params), FusedAdamW, comm, lr=1e-3, weight_decay=0, betas=(0, 0)
+            )
+            if not in_one:
+                optimizer.inner.plan = None
+            for step in range(6):
+                g = torch.Generator().manual_seed(step)
+                gradients = [torch.randn(p.shape, generator=g) for p in params]
+                for each in gradients:
+                    each[-1, -1] = 0
+                set_gradients(params, gradients)
+                if step == 3:
+                    params[0].grad = None
+                if step == 4 and comm.rank == 0:
+                    with torch.no_grad():
+                        optimizer.inner.param_groups[0]["params"][0].view(-1)[7] = 50
+                optimizer.step()
+        return params
+
+    apart, in_one = (run_in_process(3, lambda comm, i=i: work(comm, i)) for i in (False, True))
+    assert_same_lists(in_one[0], apart[0], "ranks")
+
+
+def test_guesses_of_a_group_and_of_a_cast_that_failed() -> None:
+    """Weights that share an amax, which one of them raises after the guess, and a cast that raised
+    between an update and the next cast: the codes are those of the masters as they are.
+    """
+    g = torch.Generator().manual_seed(0)
+    values = [torch.randn(32, 64, generator=g) for _ in range(2)]
+    values[0][0, 0] = 8
+    weights, others = (
+        [zerocast.empty((32, 64), RECIPES["nvfp4"], dtype=torch.bfloat16) for _ in values]
+        for _ in range(2)
+    )
+    masters = [torch.nn.Parameter(x.clone().view(-1)) for x in values]
+    plan, apart = (
+        zerocast.CastPlan(
+            own, [master.detach() for master in masters], [0, 0], zerocast.comm.SingleRank(),
+            names=["a", "b"], amax_groups=[["a", "b"]],
+        )
+        for own in (weights, others)
+    )  # fmt: skip
+    optimizer = FusedAdamW(masters, lr=0.01, weight_decay=0, betas=(0, 0))
+    optimizer.plan = plan
+    for i in range(8):
+        for master in masters:
+            master.grad = torch.randn(32 * 64, generator=g)
+        masters[0].grad[0] = 0
+        if i == 6:
+            with torch.no_grad():
+                masters[1][3] = 100
+        optimizer.step()
+        if i == 3:
+            with pytest.raises(InputError, match="elements"):
+                plan.cast([masters[0].detach()[:1], masters[1].detach()])
+            with torch.no_grad():
+                torch._foreach_mul_(masters, -1)
+        plan.cast()
+        apart.cast()
+        assert_same_lists(weights, others, f"step {i}")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-2d", "block"])
+def test_codes_past_the_caches(name: str) -> None:
+    """A launch of so many elements that codes are stored past the caches writes the bytes of
+    launches over a quarter of the rows each, on every instruction set.
+    """
+    rows, cols = 4096, 4128
+    g = torch.Generator().manual_seed(0)
+    master = torch.randn(rows, cols, generator=g)
+
+    def codes(values: torch.Tensor) -> torch.Tensor:
+        weight = zerocast.empty(values.shape, VARIANTS[name], dtype=torch.bfloat16)
+        plan = zerocast.CastPlan([weight], [values.reshape(-1)], [0], zerocast.comm.SingleRank())
+        plan.cast()
+        return weight.quantized_storage.buffers["rowwise_data"]
+
+    for backend in ON_CPU.values():
+        with zerocast.use_backend(backend):
+            assert torch.equal(codes(master), torch.cat(list(map(codes, master.chunk(4))))), backend
