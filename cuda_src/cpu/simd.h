@@ -320,25 +320,45 @@ ZEROCAST_FN void store_some(T* to, Vector x, i64 n) {
     __builtin_memcpy(to, &cut, size);
 }
 
-// Two registers, the first halves of them interleaved (HALF 0), or their second halves.
-template <class L, int HALF, class T, int... I>
+// Pieces of N elements of two registers. In each 128 bits of both, the first half of the pieces
+// interleaved (HALF 0) or the second half.
+template <class L, int N, int HALF, class T, int... I>
 ZEROCAST_FN T interleaved(T a, T b, Indices<I...>) {
     constexpr int W = L::WIDTH;
-    return __builtin_shufflevector(a, b, (I / 2 + HALF * W / 2 + I % 2 * W)...);
+    return __builtin_shufflevector(
+        a, b, (I / 4 * 4 + HALF * 2 + I % 4 / (2 * N) * N + I % N + I / N % 2 * W)...);
+}
+// Of two registers end to end every second 128 bits: the even ones (FIRST 0) or the odd ones.
+template <class L, int FIRST, class T, int... I>
+ZEROCAST_FN T every_second_quad(T a, T b, Indices<I...>) {
+    return __builtin_shufflevector(a, b, (I / 4 * 8 + FIRST * 4 + I % 4)...);
 }
 
-// Transposes a square: element c of register r goes to element r of register c. Each round
-// interleaves registers half of them apart, which moves one bit of the register's number into the
-// element's.
+// Transposes a square: element c of register r goes to element r of register c. First the squares
+// of four by four, each in 128 bits of four registers, then these among one another: most moves
+// stay inside of 128 bits, which some processors do twice as fast.
 template <class L, class T>
 ZEROCAST_FN void transpose_lanes(T* x) {
     typedef typename IndicesTo<L::WIDTH>::Type All;
-    constexpr int W = L::WIDTH;
+    constexpr int W = L::WIDTH, SQUARES = W / 4;
+    for (int r = 0; r < W; r += 4) {
+        T low = interleaved<L, 1, 0>(x[r], x[r + 1], All{});
+        T high = interleaved<L, 1, 1>(x[r], x[r + 1], All{});
+        T low_next = interleaved<L, 1, 0>(x[r + 2], x[r + 3], All{});
+        T high_next = interleaved<L, 1, 1>(x[r + 2], x[r + 3], All{});
+        x[r] = interleaved<L, 2, 0>(low, low_next, All{});
+        x[r + 1] = interleaved<L, 2, 1>(low, low_next, All{});
+        x[r + 2] = interleaved<L, 2, 0>(high, high_next, All{});
+        x[r + 3] = interleaved<L, 2, 1>(high, high_next, All{});
+    }
+    // A round moves one bit of a register's number among the squares into the place of the square.
     T y[W];
-    for (int round = 1; round < W; round *= 2) {
-        for (int i = 0; i < W / 2; i++) {
-            y[2 * i] = interleaved<L, 0>(x[i], x[i + W / 2], All{});
-            y[2 * i + 1] = interleaved<L, 1>(x[i], x[i + W / 2], All{});
+    for (int round = 1; round < SQUARES; round *= 2) {
+        for (int i = 0; i < W; i++) {
+            int square = i / 4, pair = square % (SQUARES / 2) * 2;
+            T a = x[pair * 4 + i % 4], b = x[(pair + 1) * 4 + i % 4];
+            y[i] = square < SQUARES / 2 ? every_second_quad<L, 0>(a, b, All{})
+                                        : every_second_quad<L, 1>(a, b, All{});
         }
         for (int i = 0; i < W; i++) x[i] = y[i];
     }
