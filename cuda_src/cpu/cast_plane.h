@@ -121,15 +121,16 @@ class PlaneCast {
         }
     }
 
-    // GROUP elements from x on, the first of a block of BLOCK or in its middle, where nothing asks
-    // what changes.
+    // GROUP elements from x on, the first of a block of BLOCK or in its middle.
     template <int BLOCK>
     ZEROCAST_FN void cast_group(i64 element, const T* x, const float* multiplier,
                                 bool positive) const {
         Native::Int code[4];
         group<BLOCK>(element, x, multiplier, positive, code);
         u8* to = codes(element);
-        store(to, code, streams(to));
+        if (!changes_.flags) return store(to, code, streams(to));
+        __builtin_prefetch(to + bytes(PREFETCH_AHEAD));
+        keep(to, code);
     }
 
     // Whether GROUP elements from this one on can be encoded together.

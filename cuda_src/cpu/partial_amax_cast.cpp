@@ -81,7 +81,7 @@ bool goes_by_rows(const CastShard& shard, const AdamWUpdate* table) {
     const Grid& grid = shard.rowwise.grid;
     bool is_one_plane = !shard.columnwise.codes && grid.block_h == grid.block_w
                         && (grid.block_w == 16 || grid.block_w == 32 || grid.block_w == 128);
-    return (is_one_plane || has_rows_and_columns(shard)) && !shard.changes.flags
+    return (is_one_plane || (has_rows_and_columns(shard) && !shard.changes.flags))
            && grid.cols % GROUP == 0 && shard.round_to == NOMINAL_BF16
            && shard.master->dtype == NOMINAL_FP32
            && (!table || Update(*table, shard.start).goes_in_groups());
