@@ -50,7 +50,7 @@ class PowerOfTwoCodes {
     ZEROCAST_FN Packed under(Shorts first, Shorts second, Packed& irregular) const {
         Packed codes;
         if constexpr (SAME<F, E2M1>) {
-            codes = saturated(halves(0, first), halves(1, second));
+            codes = saturated(e2m1_codes(0, first), e2m1_codes(1, second));
         } else {
             codes = saturated(rounded_[0] + first, rounded_[1] + second);
             irregular = smaller(irregular, codes - 1);
@@ -58,8 +58,8 @@ class PowerOfTwoCodes {
         }
         codes = smaller(codes, Packed{} + (u8)F::MAX_CODE);
         constexpr int SHIFT = 16 - F::BITS;
-        auto signs = saturated((Shorts)((Halves2)elements_[0] >> SHIFT),
-                               (Shorts)((Halves2)elements_[1] >> SHIFT));
+        auto signs = saturated((Shorts)((UnsignedShorts)elements_[0] >> SHIFT),
+                               (Shorts)((UnsignedShorts)elements_[1] >> SHIFT));
         constexpr i32 CODE = (Derived<F>::SIGN - 1) * 0x01010101;
         return in_order((Packed)Native::merge(CODE, (Native::Int)codes, (Native::Int)signs));
     }
@@ -77,13 +77,13 @@ class PowerOfTwoCodes {
     // normal code. Steps of E4M3 and E5M2 are raised, so that what lies between is positive.
     static constexpr i32 BELOW = (M << M) + 1, RAISE = SAME<F, E2M1> ? 0 : BELOW;
 
-    typedef unsigned short Halves2 __attribute__((vector_size(sizeof(Shorts))));
+    typedef unsigned short UnsignedShorts __attribute__((vector_size(sizeof(Shorts))));
 
     Shorts elements_[2], magnitude_[2], rounded_[2];
 
     // The codes of E2M1. Below 1 there are two but 0: 0.5 from where 0.25 ties on, 1 from where
     // 0.75 does.
-    ZEROCAST_FN Shorts halves(int i, Shorts steps) const {
+    ZEROCAST_FN Shorts e2m1_codes(int i, Shorts steps) const {
         Shorts exact = magnitude_[i] + (steps << DROPPED);
         constexpr short QUARTER = -(1 << BF16_MANTISSA), THREE_QUARTERS = 1 << (BF16_MANTISSA - 1);
         auto one = (Shorts)(exact > QUARTER), two = (Shorts)(exact >= THREE_QUARTERS);

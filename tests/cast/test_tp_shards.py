@@ -15,12 +15,12 @@ from tests.support.partitions import draw_partition
 from tests.support.ranks import on_ranks, run_ranks, split_ranks
 from tests.support.recipes import VARIANTS, each
 from tests.support.same_bytes import assert_same_bytes
-from tests.support.tp_shards import shape_of, unit
+from tests.support.tp_shards import has_columnwise, shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
 from zerocast.cast.amax_buffers import STEP_WORDS, ExchangeKind
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
-from zerocast.layout import Extent, Source
+from zerocast.layout import Extent
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
@@ -37,18 +37,15 @@ def master(name: str) -> torch.Tensor:
     return draw_values("wide", shape.numel(), list(VARIANTS).index(name)).view(shape)
 
 
-def columnwise(recipe: Recipe) -> bool:
-    """A columnwise copy that is cast from the transposed tensor cannot be sharded."""
-    return recipe.columnwise_source is not Source.TRANSPOSED_MASTER
-
-
 @cache
 def whole(name: str) -> zerocast.QuantizedTensor:
     """What the numerics demands: three unsharded casts of the whole weight, by the reference."""
 
     def on_rank(comm: Communicator) -> zerocast.QuantizedTensor:
         recipe = VARIANTS[name]
-        weight = zerocast.empty(shape_of(recipe), recipe, columnwise=columnwise(recipe), name=name)
+        weight = zerocast.empty(
+            shape_of(recipe), recipe, columnwise=has_columnwise(recipe), name=name
+        )
         for _ in range(CASTS):
             quantize_into(weight.quantized_storage, master(name))
         return weight
@@ -81,7 +78,9 @@ def cast_parts(
         rng = random.Random(name)
         tp_shard = draw_part(recipe, dim, tensor_parallel, rng)
         weights.append(
-            zerocast.empty(tp_shard.shape, recipe, tp_shard=tp_shard, columnwise=columnwise(recipe))
+            zerocast.empty(
+                tp_shard.shape, recipe, tp_shard=tp_shard, columnwise=has_columnwise(recipe)
+            )
         )
         mine = tp_shard.slice_of(master(name)).contiguous().view(-1)
         rng = random.Random(f"{name} {tensor_parallel.rank}")

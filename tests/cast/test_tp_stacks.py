@@ -15,11 +15,11 @@ from tests.support.claims import assert_unsharded_cast, message_of
 from tests.support.partitions import draw_partition
 from tests.support.ranks import on_ranks
 from tests.support.recipes import VARIANTS
-from tests.support.tp_shards import shape_of, unit
+from tests.support.tp_shards import has_columnwise, shape_of, unit
 from tests.support.values import draw_values
 from zerocast import TensorParallelShard
 from zerocast.comm import Communicator, run_in_process
-from zerocast.layout import Extent, Source
+from zerocast.layout import Extent
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
@@ -43,11 +43,6 @@ def master(name: str) -> torch.Tensor:
     """The whole master of the stack under this recipe."""
     shape = stack_shape(name)
     return draw_values("wide", shape.numel(), list(VARIANTS).index(name)).view(shape)
-
-
-def has_columnwise(recipe: Recipe) -> bool:
-    """A columnwise copy that is cast from the transposed tensor cannot be sharded."""
-    return recipe.columnwise_source is not Source.TRANSPOSED_MASTER
 
 
 @cache

@@ -8,8 +8,13 @@ import zerocast
 from zerocast import QuantizedTensor, TensorParallelShard
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.formats import pack_nibbles, unpack_nibbles
-from zerocast.layout import ScaleLayout
+from zerocast.layout import ScaleLayout, Source
 from zerocast.recipes import Recipe
+
+
+def has_columnwise(recipe: Recipe) -> bool:
+    """A columnwise copy that is cast from the transposed tensor cannot be sharded."""
+    return recipe.columnwise_source is not Source.TRANSPOSED_MASTER
 
 
 def unit(recipe: Recipe) -> int:
