@@ -429,7 +429,8 @@ def test_what_is_copied_is_read_on_the_way(
                 assert stored.ranges
                 copied = {each[0] for each in (*sent.ranges, *stored.ranges) if each}
                 assert copied <= held
-            numbers = [verification._numbers(comm, some).tolist() for some in (gathers, [])]
+            taken = [digests for gather in gathers for digests in gather.copied]
+            numbers = [verification._numbers(comm, some).tolist() for some in (taken, [])]
             assert numbers[0] == numbers[1]
         each.plan.cast()
         each.buffers(1)["rowwise_scale_inv"].view(torch.uint8)[0] ^= comm.rank == 2
@@ -449,6 +450,60 @@ def test_what_is_copied_is_read_on_the_way(
     assert "a.weight" in damaged
     assert "rank 1 holds" in damaged
     assert "[0, 0] of rowwise_data, of the shard of rank 0" in damaged or recipe == "nvfp4"
+
+
+class DamagedCopy(RecordingCommunicator):
+    """Lets rank 1 copy another first byte of rank 0's part."""
+
+    def start_all_gather_by(
+        self, buffer: torch.Tensor, counts: Any, copies: Any
+    ) -> Callable[[], None]:
+        def damaged(theirs: torch.Tensor) -> None:
+            theirs = theirs.clone()
+            theirs[0] ^= 0x10 * (self.rank == 1)
+            copies[0](theirs)
+
+        return self.comm.start_all_gather_by(buffer, counts, [damaged, *copies[1:]])
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
+def test_what_is_gathered_in_place_is_read_while_it_is_copied(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By threads, which copy large codes from each other: each byte once, in the same memory or in
+    other; and what a rank copies wrongly is found.
+    """
+    monkeypatch.chdir(tmp_path)
+    master = draw_values("normal", 1 << 18, 0).chunk(4)
+
+    def on_rank(comm: Communicator) -> str:
+        weight = zerocast.empty((512, 512), recipe)
+        own, start = [master[comm.rank]], [comm.rank << 16]
+        buffers = weight.quantized_storage.buffers
+        plan = CastPlan([weight], own, start, comm, names=["a.weight"], verify="hash")
+        for turn in range(3):
+            plan.cast()
+            plan.all_gather()
+            taken = [digests for gather in plan._gathers for digests in gather.copied]
+            sizes = [buffers[gather._plane].numel() for gather in plan._gathers]
+            ranges = [each for digests in taken for each in digests.ranges if each]
+            assert sum(end - first for _, first, end in ranges) == sum(sizes)
+            numbers = [plan._verification._numbers(comm, some).tolist() for some in (taken, [])]
+            assert numbers[0] == numbers[1]
+            if turn == 1:
+                moved = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+                zerocast.replace_raw_data(weight, *moved)
+        damaged = DamagedCopy(comm)
+        plan = CastPlan([weight], own, start, damaged, names=["a.weight"], verify="hash")
+        plan.cast()
+        with pytest.raises(VerificationError) as error:
+            plan.all_gather()
+        return str(error.value)
+
+    first, *others = run_ranks("in_process", 4, on_rank)
+    assert others == [first] * 3
+    assert "rank 1 holds" in first
+    assert "of rowwise_data, of the shard of rank 0" in first
 
 
 # --- what it costs, and what it refuses ---
@@ -479,9 +534,10 @@ def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:
 @on_ranks("in_process", 2)
 def test_who_does_not_verify_takes_no_digest(comm: Communicator) -> None:
     """Codes that are staged are stored without reading them once more."""
-    each = Weights(comm, verify="off")
-    each.step()
-    assert [gather.copied for gather in each.plan._gathers] == [[]] * len(each.plan._gathers)
+    for shapes in (SHAPES, {"a.weight": (512, 512)}):
+        each = Weights(comm, shapes=shapes, verify="off")
+        each.step()
+        assert [gather.copied for gather in each.plan._gathers] == [[]] * len(each.plan._gathers)
 
 
 def test_a_hash_is_one_small_collective() -> None:

@@ -341,6 +341,52 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
     assert first == second
 
 
+@pytest.mark.parametrize("recipe", [NVFP4, zerocast.MXFP8BlockScaling()])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_large_codes_are_read_while_threads_copy_them(recipe, overlap, tmp_path, monkeypatch):
+    """All that are gathered in a step, once, and none that are waited for later; right weights
+    pass, and a stale scale is found.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm):
+        model = torch.nn.Sequential(*(torch.nn.Linear(n, 512, bias=False) for n in (576, 512)))
+        zerocast.nn.convert(model, recipe, weights="quantized")
+        params = list(model.parameters())
+        optimizer = ZeroOptimizer(
+            model.named_parameters(), group=comm, verify="hash", overlap_all_gather=overlap
+        )
+        publication, taken = optimizer._publication, []
+        verify, gather = publication._plan.verify, publication._all_gather
+
+        def noting(copied):
+            ranges = [each for digests in copied for each in digests.ranges]
+            taken.append(sum(end - first for _, first, end in ranges))
+            verify(copied)
+
+        def stale():
+            gather()
+            scales = params[1].quantized_storage.buffers["rowwise_scale_inv"]
+            scales.view(torch.uint8).view(-1)[0] ^= comm.rank
+
+        def step():
+            for param in params:
+                param.grad = torch.full_like(param, 0.1)
+            optimizer.step()
+            optimizer.wait_for_all_gather()
+
+        publication._plan.verify = noting
+        step()
+        publication._all_gather = stale
+        with pytest.raises(zerocast.VerificationError, match="rank 1 holds"):
+            step()
+        planes = 1 + (recipe.scheme == "mxfp8")
+        codes = sum(p.numel() for p in params) * planes // (1 + (recipe.scheme == "nvfp4"))
+        assert taken == [0 if overlap else codes] * 2
+
+    run_in_process(2, on_rank)
+
+
 def test_verify_needs_codes():
     """It is refused where no weight is quantized."""
     with pytest.raises(zerocast.InputError, match="verify='hash' compares the codes"):

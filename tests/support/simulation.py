@@ -309,6 +309,9 @@ class Simulated(InProcessCommunicator):
 
         return self._begin("all_gather_", flat, begin)
 
+    def start_all_gather_by(self, buffer: torch.Tensor, counts: Parts, copies: Any) -> Wait:
+        return self.start_all_gather_(buffer, counts)
+
 
 def _caller() -> str:
     """The function of zerocast that makes the collective which is begun just now."""

@@ -3,16 +3,20 @@
 What ranks compare has to be read, and reading it once more from memory takes as long as a tenth of
 a small cast and its gather. A gather that copies what a rank sends into a buffer, and what all have
 sent out of it, has every byte in a register on the way: a digest taken there costs next to nothing.
+So has a gather of threads, which copy large codes from each other where these stay, and find in a
+cache what another is copying just now. What other transports write there is read from memory.
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from zerocast.backends import backend_for
+from zerocast.backends.launches import nothing
 from zerocast.numerics import CodeCopy, DigestedBytes, LaunchOn
 
 
@@ -46,6 +50,56 @@ class CopiedDigests:
         """Copy into ``buffer``, or out of it."""
         self.sums.zero_()
         self._launch(buffer)
+
+
+class CopiesInPlace:
+    """What copies the parts of an all-gather whose codes stay where they are, for transports that
+    have the other ranks' buffers (:meth:`zerocast.comm.Communicator.start_all_gather_by`). Others
+    copy nothing, and take no digests.
+
+    Args:
+        rank: this rank, whose part is only read: while others copy it, it is in a cache.
+        ranges: of each rank the ranges of the buffer's bytes that it sends, and the place of the
+            first in its weight's codes.
+
+    Attributes:
+        copied: the digests that the latest gather took on the way.
+    """
+
+    def __init__(self, rank: int, ranges: Sequence[Sequence[tuple[slice, int]]]) -> None:
+        self._rank, self._ranges = rank, ranges
+        self.copied: list[CopiedDigests] = []
+        self._prepared: tuple[int, bool] | None = None  # for a buffer's address
+        self._launches: list[LaunchOn] = []
+
+    def begin(self, buffer: torch.Tensor, *, takes_digests: bool) -> list[LaunchOn]:
+        """Return by rank what copies its part into ``buffer``, uint8; nothing of a GPU's."""
+        self.copied = []
+        if not buffer.is_cpu:
+            return []
+        if self._prepared != (prepared := (buffer.data_ptr(), takes_digests)):
+            ranks = range(len(self._ranges))
+            self._launches = [self._launch(buffer, rank, takes_digests) for rank in ranks]
+            self._prepared = prepared
+        return [partial(self._copy, launch) for launch in self._launches]
+
+    def _launch(self, buffer: torch.Tensor, rank: int, takes_digests: bool) -> LaunchOn:
+        backend = backend_for(buffer.device)
+        copies = [CodeCopy(buffer[at], at.start, first) for at, first in self._ranges[rank]]
+
+        def prepare(*sums: torch.Tensor) -> LaunchOn:
+            if rank != self._rank:
+                return backend.store_codes(copies, (), *sums)
+            own = [DigestedBytes(buffer[at], first) for at, first in self._ranges[rank]]
+            digest = backend.digest(own, *sums) if sums else nothing
+            return lambda _: digest()
+
+        return CopiedDigests(copies, prepare) if takes_digests else prepare()
+
+    def _copy(self, launch: LaunchOn, buffer: torch.Tensor) -> None:
+        launch(buffer)
+        if isinstance(launch, CopiedDigests):
+            self.copied.append(launch)
 
 
 class HeldDigests:

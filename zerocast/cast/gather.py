@@ -24,7 +24,7 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.cast.addresses import addresses_of, one_of_each_storage
 from zerocast.cast.consistency import raise_in_all
-from zerocast.cast.copied_digests import CopiedDigests
+from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Attempt, Communicator, alone
 from zerocast.errors import InputError
@@ -129,6 +129,7 @@ class CodeGather:
         self._backend = backend_for(self._device)
         self._chunks: list[_Chunk] = []
         self._counts = [0] * comm.size
+        sent: list[list[tuple[slice, int]]] = [[] for _ in self._counts]
         gathers = [plane in spec.storage.gathered for spec in specs]
         formats = [spec.storage.form.numerics.fmt for spec in specs]
         offset = 0
@@ -138,6 +139,7 @@ class CodeGather:
                 staged = slice(offset, offset + last - first)
                 self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
                 self._counts[rank] += last - first
+                sent[rank].append((staged, first))
                 offset = staged.stop
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
@@ -146,6 +148,7 @@ class CodeGather:
         # What is decided for codes at these addresses.
         self.is_flat = self.takes_digests = self._is_decided = False
         self._in_place: torch.Tensor | None = None
+        self._in_place_copies = CopiesInPlace(comm.rank, sent)
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
         self.look()
@@ -182,9 +185,11 @@ class CodeGather:
         """
         with alone():
             buffer = self._filled()
+            if is_in_place := buffer is self._in_place:
+                copies = self._in_place_copies.begin(buffer, takes_digests=self.takes_digests)
+        if is_in_place:
+            return self._comm.start_all_gather_by(buffer, self._counts, copies)
         wait = self._comm.start_all_gather_(buffer, self._counts)
-        if buffer is self._in_place:
-            return wait
 
         def end() -> None:
             wait()
@@ -251,7 +256,8 @@ class CodeGather:
     @property
     def copied(self) -> list[CopiedDigests]:
         """The digests of what the latest :meth:`start` has copied, where it took some."""
-        return [each for each in (self._stage, self._store) if isinstance(each, CopiedDigests)]
+        staged = [each for each in (self._stage, self._store) if isinstance(each, CopiedDigests)]
+        return staged + (self._in_place_copies.copied if self._in_place is not None else [])
 
     def _follow(self) -> None:
         """Forget what was prepared for codes that have moved since."""

@@ -24,6 +24,7 @@ from zerocast.cast.consistency import (
     raise_in_all,
     tp_shards_by_group,
 )
+from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
 from zerocast.cast.gather import CodeGather, require_codes
@@ -221,13 +222,16 @@ class CastPlan:
             self.end_writing("all-gather")
             self._prepared.rebuild_copies()
             self._version.mark_rebuilt()
-            self._verification.check(self.step, self._gathers)
+            copied = [digests for each in self._gathers for digests in each.copied]
+            self._verification.check(self.step, copied)
 
     @untraced
-    def verify(self) -> None:
-        """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves."""
+    def verify(self, copied: Sequence[CopiedDigests] = ()) -> None:
+        """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves.
+        What has just been ``copied`` is not read again.
+        """
         with announcing(self._comms):
-            self._verification.check(self.step)
+            self._verification.check(self.step, copied)
 
     @untraced
     def all_gather_scales(self) -> None:

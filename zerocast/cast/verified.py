@@ -40,9 +40,8 @@ import torch
 from zerocast.arguments import check_choice, why_no_memory
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
-from zerocast.cast.copied_digests import HeldDigests
+from zerocast.cast.copied_digests import CopiedDigests, HeldDigests
 from zerocast.cast.fault_file import write_fault
-from zerocast.cast.gather import CodeGather
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.cast.whole_cast import (
@@ -101,9 +100,9 @@ class Verification:
         # What is compared, while no buffer of any weight is another tensor.
         self._version, self._tensors = -1, dict[Communicator, list[torch.Tensor]]()
 
-    def check(self, step: int, gathers: Sequence[CodeGather] = ()) -> None:
-        """Compare, in step number ``step``; nothing where the mode is "off". What ``gathers`` have
-        just copied is not read again.
+    def check(self, step: int, copied: Sequence[CopiedDigests] = ()) -> None:
+        """Compare, in step number ``step``; nothing where the mode is "off". What was ``copied``
+        just now is not read again.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph.
@@ -121,7 +120,7 @@ class Verification:
         votes = [(comm, 1 + step % _MOST) for comm in self._tp_comms]
         attempt = Attempt()
         with attempt:
-            numbers = {comm: self._numbers(comm, gathers) for comm in self._weights}
+            numbers = {comm: self._numbers(comm, copied) for comm in self._weights}
             votes += [(comm, _vote(step, numbers[comm])) for comm in self._weights]
         if attempt.error is not None:
             votes = [(comm, 0) for comm in self._comms]
@@ -132,9 +131,8 @@ class Verification:
 
     # --- digests ---
 
-    def _numbers(self, comm: Communicator, gathers: Sequence[CodeGather]) -> torch.Tensor:
+    def _numbers(self, comm: Communicator, copied: Sequence[CopiedDigests]) -> torch.Tensor:
         """The digests of all buffers, weight by weight."""
-        copied = [digests for each in gathers for digests in each.copied]
         if self._version != (version := QuantizedStorage.buffers_version):
             self._tensors = {
                 each: [tensor for weight in weights for tensor in _compared(weight)]

@@ -20,6 +20,11 @@ from zerocast.comm.buffers import Parts
 Wait: TypeAlias = Callable[[], None]
 """Returns when a collective that was begun is over; it is called once."""
 
+PartCopies: TypeAlias = Sequence[Callable[[torch.Tensor], None]]
+"""By rank, what copies its part of an all-gather from that rank's buffer, as bytes, into this
+one's.
+"""
+
 
 class Communicator(ABC):
     """A group of ranks.
@@ -96,6 +101,13 @@ class Communicator(ABC):
         """
         self.all_gather_(buffer, counts)
         return nothing_to_wait_for
+
+    def start_all_gather_by(self, buffer: torch.Tensor, counts: Parts, copies: PartCopies) -> Wait:
+        """:meth:`start_all_gather_` of bytes. Where the transport has the other ranks' buffers at
+        hand, and they are large, it calls all of ``copies``, if there are any: each copies one
+        part, but for this rank's own, which nobody writes meanwhile.
+        """
+        return self.start_all_gather_(buffer, counts)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` over all ranks, in their order; rank r's part of the sum becomes its

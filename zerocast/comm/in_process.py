@@ -27,7 +27,13 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
+from zerocast.comm.communicator import (
+    Communicator,
+    PartCopies,
+    Parts,
+    Wait,
+    nothing_to_wait_for,
+)
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout, name
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld, one_error
 from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
@@ -92,6 +98,13 @@ class InProcessCommunicator(Communicator):
         flat.copy_(self._reduce(_signature(what, buffer), flat, combine))
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
+        self._all_gather(buffer, counts)
+
+    def start_all_gather_by(self, buffer: torch.Tensor, counts: Parts, copies: PartCopies) -> Wait:
+        self._all_gather(buffer, counts, copies)
+        return nothing_to_wait_for
+
+    def _all_gather(self, buffer: torch.Tensor, counts: Parts, copies: PartCopies = ()) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         detail = None if counts is None else tuple(counts)
         signature = _signature("all_gather_", buffer, detail)
@@ -106,7 +119,9 @@ class InProcessCommunicator(Communicator):
             return
         call, parts = _Call(signature, flat), flat.split(chunks)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
-            if rank != self.rank:  # nobody writes the part that others read
+            if copies:
+                copies[rank](theirs)
+            elif rank != self.rank:  # nobody writes the part that others read
                 parts[rank].copy_(theirs.split(chunks)[rank])
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
 

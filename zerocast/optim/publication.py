@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.flat_plan import FlatPlan
 from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
@@ -51,6 +52,7 @@ class Publication:
         self._plan: FlatPlan | None = None
         self._written: list[torch.Tensor] = []  # of which torch counts the writes
         self._verified = 0  # the cast that was compared last
+        self._copied: list[CopiedDigests] = []  # since then
         self._staged: StagedCast | None = None
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
@@ -74,6 +76,8 @@ class Publication:
                 coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
                 stages = [[place[i] for i in bucket.members] for bucket in coded]
                 self._staged = StagedCast(self._plan, stages)
+            for bucket in shards.buckets:  # what is waited for later is read then
+                bucket.takes_digests = verify != "off" and bucket.pending is None
         elif check_mode(verify) != "off":
             raise InputError(
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "
@@ -135,7 +139,8 @@ class Publication:
         Collective where it has not been done.
         """
         if self._plan is not None and self._verified != self._plan.step:
-            self._plan.verify()
+            copied, self._copied = self._copied, []
+            self._plan.verify(copied)
             self._verified = self._plan.step  # not where ranks differ: the next call raises again
 
     def _compute_scale(self, compute_scale: Callable[[], None]) -> None:
@@ -144,7 +149,7 @@ class Publication:
         compute_scale()
 
     def _all_gather(self) -> None:
-        self._shards.all_gather()
+        self._copied = self._shards.all_gather()
         # What fails of these, every use of a weight raises, also of one that comes after it. After
         # an interrupt, which no use should raise again, the all-gather has not ended.
         late = iter([bucket for bucket in self._shards.buckets if bucket.pending is not None])

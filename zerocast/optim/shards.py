@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.arguments import check_flag
+from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace
 from zerocast.cast.flat_plan import allocate_together, lay_together
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
@@ -62,6 +63,8 @@ class Bucket:
         flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``; of the buckets
             that hold codes all in one allocation.
         pending: what uses of the weights wait for; None where the step does.
+        copies: by buffer of codes what copies its parts, where the transport lets it.
+        takes_digests: whether digests are taken on the way.
     """
 
     def __init__(
@@ -69,18 +72,20 @@ class Bucket:
         kind: StorageKind,
         members: Sequence[int],
         weights: Sequence[Weight],
-        size: int,
+        comm: Communicator,
         first_column: int,
     ) -> None:
         self.kind = kind
         self.pending: PendingAllGather | None = None
+        self.takes_digests = False
         self.members = members
         self.layout = FlatLayout(
-            tuple(weights[i].param.numel() for i in members), size, kind.alignment
+            tuple(weights[i].param.numel() for i in members), comm.size, kind.alignment
         )
         self.first_column = first_column
         self.sizes = [kind.entries(self.layout.numel)] * kind.planes
         self.flats: list[torch.Tensor] = []
+        self.copies = [self._copies(comm.rank) for _ in self.sizes]
 
     def shards(self, rank: int) -> list[Shard]:
         """Return what ``rank`` owns of each member."""
@@ -113,9 +118,25 @@ class Bucket:
         """
         if self.pending is not None:
             self.pending.begin(map(comm.start_all_gather_, self.flats))
-        else:
-            for flat in self.flats:
+            return
+        for flat, copies in zip(self.flats, self.copies, strict=True):
+            if copies is None:
                 comm.all_gather_(flat)
+            else:
+                parts = copies.begin(flat, takes_digests=self.takes_digests)
+                comm.start_all_gather_by(flat, None, parts)()
+
+    def _copies(self, rank: int) -> CopiesInPlace | None:
+        """What copies codes to ``rank``, but for what pads them."""
+        if not self.kind.is_codes:
+            return None
+        entries = self.kind.entries
+        ranges: list[list[tuple[slice, int]]] = [[] for _ in range(self.layout.world_size)]
+        for extent in self.layout.weight_extents():
+            for owner, part in self.layout.owners(extent):
+                at = slice(entries(part.start), entries(part.end))
+                ranges[owner].append((at, at.start - entries(extent.start)))
+        return CopiesInPlace(rank, ranges)
 
 
 class ShardedWeights:
@@ -161,7 +182,7 @@ class ShardedWeights:
         self.buckets: list[Bucket] = []
         self.num_columns = 0
         for kind, indices in fill_buckets(weights, bucket_size):
-            bucket = Bucket(kind, indices, weights, comm.size, self.num_columns)
+            bucket = Bucket(kind, indices, weights, comm, self.num_columns)
             self.buckets.append(bucket)
             self.num_columns += bucket.layout.rank_numel
         self.own = self._own_shards()
@@ -238,11 +259,15 @@ class ShardedWeights:
             if not bucket.kind.is_codes:
                 bucket.store(self.comm.rank, columns)
 
-    def all_gather(self) -> None:
-        """Gather every bucket that no use of a weight waits for."""
-        for bucket in self.buckets:
-            if bucket.pending is None:
-                bucket.all_gather(self.comm)
+    def all_gather(self) -> list[CopiedDigests]:
+        """Gather every bucket that no use of a weight waits for; return the digests that were
+        taken.
+        """
+        gathered = [bucket for bucket in self.buckets if bucket.pending is None]
+        for bucket in gathered:
+            bucket.all_gather(self.comm)
+        every = [copies for bucket in gathered for copies in bucket.copies if copies is not None]
+        return [digests for copies in every for digests in copies.copied]
 
     def wait(self) -> None:
         """Return when every weight is gathered."""
