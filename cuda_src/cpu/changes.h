@@ -1,22 +1,12 @@
 // Notes which elements of a tensor are changed.
 #pragma once
 
-#include "arithmetic/digest.h"
 #include "arithmetic/tables.h"
+#include "cpu/column_factors.h"
 #include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
-
-// A row's column factors.
-struct ColumnFactors {
-    alignas(64) u64 of[DIGEST_ROW];
-
-    constexpr ColumnFactors() : of() {
-        for (i64 c = 0; c < DIGEST_ROW; c++) of[c] = column_factor(c);
-    }
-};
-inline constexpr ColumnFactors COLUMN_FACTORS;
 
 // Notes the bytes `changed`, a bit each from byte `at` on of those that the flags stand for, of
 // which the first is byte `first` of the tensor; returns what that changes of the digest. BYTES
@@ -34,15 +24,15 @@ __attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 f
         if (above) __atomic_fetch_or(word + 1, above, __ATOMIC_RELAXED);
     }
     u64 digest = 0;
-    i64 word_of = (first + at) / 4;
+    i64 digest_word = (first + at) / 4;
     if (BYTES % 8 == 0 && (first + at) % BYTES == 0) {  // whole words of one row of the digest
-        const u64* factors = COLUMN_FACTORS.of + word_of % DIGEST_ROW;
+        i64 column = digest_word % DIGEST_ROW;
         for (int k = 0; k < BYTES / 4; k++) {
             u64 now = Native::load_as<u32>(made + 4 * k),
                 before = Native::load_as<u32>(held + 4 * k);
-            digest += (now - before) * factors[k];
+            digest += (now - before) * COLUMN_FACTORS.of(column + k);
         }
-        return digest * row_factor(word_of / DIGEST_ROW);
+        return digest * row_factor(digest_word / DIGEST_ROW);
     }
     for (; changed; changed &= changed - 1) {
         int i = __builtin_ctzll(changed);

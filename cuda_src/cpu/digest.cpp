@@ -4,7 +4,7 @@
 //
 // A thread takes whole rows of keys. A product of a word and a key of 64 bits is two products of 32
 // bits, of which the upper one's sum is shifted into place once a row, so 32 bits of it are enough.
-#include "arithmetic/digest.h"
+#include "cpu/column_factors.h"
 #include "cpu/copies.h"
 #include "cpu/launch.h"
 #include "cpu/simd.h"
@@ -21,19 +21,6 @@ constexpr int REGISTERS = LINE / sizeof(Int);
 
 // Launches of more bytes write past the caches: what they write would not stay there.
 constexpr i64 STREAM_BYTES = 1 << 22;
-
-// The lower and the upper halves of a row's column factors: no register of them lies in two lines.
-struct Keys {
-    alignas(LINE) u32 low[DIGEST_ROW], high[DIGEST_ROW];
-
-    constexpr Keys() : low(), high() {
-        for (i64 c = 0; c < DIGEST_ROW; c++) {
-            low[c] = (u32)column_factor(c);
-            high[c] = (u32)(column_factor(c) >> 32);
-        }
-    }
-};
-constexpr Keys KEYS;
 
 // Bytes [at, end) of a row, one by one.
 u64 digest_bytes(const u8* row, i64 at, i64 end) {
@@ -65,10 +52,10 @@ struct Sum {
     ZEROCAST_FN void add(const Int* line, i64 i) {
         for (int k = 0; k < REGISTERS; k++) {
             i64 c = (i >> 2) + k * Native::WIDTH;
-            Wide words = (Wide)line[k], keys = Native::load_as<Wide>(KEYS.low + c);
+            Wide words = (Wide)line[k], keys = Native::load_as<Wide>(COLUMN_FACTORS.low + c);
             even += Native::multiply_low(words, keys);
             odd += Native::multiply_low(words >> 32, keys >> 32);
-            high += (Unsigned)line[k] * Native::load_as<Unsigned>(KEYS.high + c);
+            high += (Unsigned)line[k] * Native::load_as<Unsigned>(COLUMN_FACTORS.high + c);
         }
     }
     ZEROCAST_FN u64 total() const {
