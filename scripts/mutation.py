@@ -32,18 +32,18 @@ import resource
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import chain, product, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sympy  # noqa: F401  (what is imported here, each mutant finds imported)
 import torch
+from coverage import Coverage
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,51 +75,42 @@ class Session:
     """A session of pytest, and its plugin: runs tests up to the first that fails.
 
     Args:
-        folder: of the files whose lines are traced; none where it is empty.
+        tests: these, in this order: files, folders, or tests by name.
+        traced: the files of which is noted what reaches their lines.
 
     Attributes:
         failed: the name of the test that fails, or nothing.
         seconds: of CPU time of each test.
-        reached_by: the tests by file and line, and by file and outermost function.
+        reached_by: the tests by file and line.
     """
 
-    def __init__(self, folder: str = "") -> None:
-        self._folder, self._name, self.failed = folder, "", ""
-        self.seconds: dict[str, float] = {}
-        self.reached_by: dict[tuple[str, int | str], set[str]] = defaultdict(set)
-
-    def run(self, tests: Iterable[str]) -> Session:
-        """Run these, in this order: files, folders, or tests by name."""
-        if self._folder:
-            threading.settrace(self._trace)
-            sys.settrace(self._trace)
-        with redirect_stdout(io.StringIO()) as text, redirect_stderr(text):
+    def __init__(self, tests: Iterable[str], traced: str = "nothing") -> None:
+        self.failed, self.seconds = "", dict[str, float]()
+        trace = Coverage(data_file=None, include=traced)
+        trace.set_option("run:disable_warnings", ["no-data-collected"])
+        with redirect_stdout(io.StringIO()) as text, redirect_stderr(text), trace.collect():
             code = pytest.main([*OPTIONS, *tests], [self])
         self.failed = self.failed or (f"pytest: {code!r}" if code else "")
-        return self
+        data = trace.get_data()
+        self.reached_by = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._name, since = item.nodeid, time.process_time()
-        result = yield
-        self.seconds[item.nodeid] = time.process_time() - since
-        return result
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        Coverage.current().switch_context(nodeid)
+        self.seconds[nodeid] = -time.process_time()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.seconds[nodeid] += time.process_time()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not self.failed:
             self.failed = f"{report.when} of {report.nodeid}"
 
-    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if not self._name or not code.co_filename.startswith(self._folder):
-            return None
-        outermost = code.co_qualname.partition(".<locals>")[0]
-        for place in product([code.co_filename], [frame.f_lineno, outermost]):
-            self.reached_by[place].add(self._name)
-        return self._trace
-
-    def in_order(self, names: Iterable[str]) -> list[str]:
+    def reaching(self, mutant: Mutant) -> list[str]:
         """The fastest test of each function, then the second of each; so many seconds of them."""
+        lines = self.reached_by.get(str(ROOT / mutant.path), {})
+        # A line that is part of a longer one has the tests of that; what is imported has all.
+        above = (set(lines.get(line, ())) - {""} for line in range(mutant.line, 0, -1))
+        names = next(filter(None, above), ()) if mutant.function else self.seconds
         functions, chosen, left = defaultdict(list), [], SECONDS
         for name in sorted(names, key=self.seconds.__getitem__):
             functions[name.partition("[")[0]].append(name)
@@ -182,19 +173,17 @@ def drawn(part: str, args: argparse.Namespace) -> list[list[Mutant]]:
 
 def survey(part: str, args: argparse.Namespace) -> None:
     """Try the mutants that no earlier call has killed, and print what is known of all."""
-    files, known, folder = drawn(part, args), found(args.out), str(ROOT / "zerocast" / part)
-    tests = forked(lambda: Session(folder).run(TESTS[part]), 3600)
+    files, known = drawn(part, args), found(args.out)
+    tests = forked(lambda: Session(TESTS[part], str(ROOT / "zerocast" / part / "*")), 3600)
     assert isinstance(tests, Session), tests
     assert not tests.failed, f"without a mutant: {tests.failed}"
 
     def killer(mutant: Mutant) -> str:
-        path = str(ROOT / mutant.path)  # a line may be part of a longer one
-        here = tests.reached_by[path, mutant.line] or tests.reached_by[path, mutant.function]
-        names = tests.in_order(here if mutant.function else tests.seconds)
+        names = tests.reaching(mutant)
 
         def failed() -> str:
             put(mutant, folder)
-            return Session().run(names).failed
+            return Session(names).failed
 
         with tempfile.TemporaryDirectory() as folder:
             return forked(failed, 9 + 3 * sum(map(tests.seconds.__getitem__, names)))

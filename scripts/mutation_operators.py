@@ -58,78 +58,76 @@ class Mutant(NamedTuple):
     source: str
 
 
-class _Python:
-    """Finds the changes of a module."""
+def _python_edits(source: str) -> Edits:
+    lines = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self._lines = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    def span(node: ast.AST) -> tuple[int, int]:
+        return (lines[node.lineno - 1] + node.col_offset,
+                lines[node.end_lineno - 1] + node.end_col_offset)  # fmt: skip
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        return (self._lines[node.lineno - 1] + node.col_offset,
-                self._lines[node.end_lineno - 1] + node.end_col_offset)  # fmt: skip
+    def text(node: ast.AST) -> str:
+        return source[slice(*span(node))]
 
-    def text(self, node: ast.AST) -> str:
-        return self.source[slice(*self.span(node))]
-
-    def edits(self, node: ast.AST, scope: str = "", function: str = "") -> Edits:
+    def edits(node: ast.AST, scope: str = "", function: str = "") -> Edits:
         """Those of a node and of what it consists of."""
         if isinstance(node, (ast.Assert, ast.JoinedStr)) or getattr(node, "arg", "") == "strict":
             return  # texts, and what we assume
         parts = list(ast.iter_child_nodes(node))
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             for default in getattr(getattr(node, "args", None), "defaults", []):
-                yield from self.edits(default, scope, function)
+                yield from edits(default, scope, function)
             function = function or (scope + node.name) * isinstance(node, ast.FunctionDef)
             scope, parts = f"{scope}{node.name}.", node.body
         elif isinstance(node, ast.Raise) or getattr(getattr(node, "func", 0), "id", 0) in CHECKED:
             parts = []
-        for start, end, text in self.edits_of(node):
+        for start, end, text in edits_of(node):
             yield function, start, end, text
         for part in parts:
             if part is not getattr(node, "annotation", None):
-                yield from self.edits(part, scope, function)
+                yield from edits(part, scope, function)
 
-    def edits_of(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
+    def edits_of(node: ast.AST) -> Iterator[tuple[int, int, str]]:
         """Those of one node."""
         order = ast.Lt, ast.LtE, ast.Gt, ast.GtE
         for test in filter(None, getattr(node, "ifs", [getattr(node, "test", None)])):
             first, *more = getattr(test, "ops", [getattr(test, "op", None)])
             if more or isinstance(first, order) or not isinstance(first, (ast.cmpop, ast.Not)):
-                yield *self.span(test), f"not ({self.text(test)})"  # else another edit says so
+                yield *span(test), f"not ({text(test)})"  # else another edit says so
         match node:
             case ast.Compare() | ast.BoolOp() | ast.BinOp():
                 operands = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
-                for (_, start), (end, _) in pairwise(map(self.span, operands)):
-                    found = OPERATOR.search(self.source, start, end)
+                for (_, start), (end, _) in pairwise(map(span, operands)):
+                    found = OPERATOR.search(source, start, end)
                     if found and found.group() in OPERATORS:
                         yield *found.span(), OPERATORS[found.group()]
             case ast.UnaryOp():
-                start = self.span(node)[0]
+                start = span(node)[0]
                 yield start, start + (4 if isinstance(node.op, ast.Not) else 1), ""
             case ast.Constant(value=bool() | int() | float() as value):
                 near = [str(value + 1), f"({value - 1})"]
                 others = {bool: [str(not value)], float: [str(value * 2 + 1)]}
-                yield from ((*self.span(node), text) for text in others.get(type(value), near))
-            case ast.Return(value=ast.expr() as value) if self.text(value) != "None":
-                yield *self.span(value), "None"
+                yield from ((*span(node), text) for text in others.get(type(value), near))
+            case ast.Return(value=ast.expr() as value) if text(value) != "None":
+                yield *span(value), "None"
             case ast.Break() | ast.Continue():
-                yield *self.span(node), "continue" if isinstance(node, ast.Break) else "break"
+                yield *span(node), "continue" if isinstance(node, ast.Break) else "break"
             case ast.Call():
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 if name in CALLS:
-                    end = self.span(node.func)[1]
+                    end = span(node.func)[1]
                     yield end - len(name), end, CALLS[name]
                 first = [each for each in node.args[:2] if not isinstance(each, ast.Starred)]
-                texts = list(map(self.text, first))
+                texts = list(map(text, first))
                 if len(set(texts)) == 2 and name not in SYMMETRIC | CHECKED:
-                    (start, end), (after, last) = map(self.span, first)
-                    yield start, last, texts[1] + self.source[end:after] + texts[0]
+                    (start, end), (after, last) = map(span, first)
+                    yield start, last, texts[1] + source[end:after] + texts[0]
             case ast.Expr(value=ast.Constant()):
                 pass  # a docstring
             case (ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]) | ast.Expr()
                   | ast.AugAssign() | ast.Raise() | ast.Delete()):  # fmt: skip
-                yield *self.span(node), "pass"
+                yield *span(node), "pass"
+
+    return edits(ast.parse(source))
 
 
 def _cpp_edits(source: str) -> Edits:
@@ -143,9 +141,8 @@ def _cpp_edits(source: str) -> Edits:
 
 def mutants_of(path: str, source: str) -> Iterator[Mutant]:
     """All mutants of a Python module, or of a C++ header; of ASCII."""
-    is_python = path.endswith(".py")
-    edits = _Python(source).edits(ast.parse(source)) if is_python else _cpp_edits(source)
-    for function, start, end, text in edits:
+    edits = _python_edits if path.endswith(".py") else _cpp_edits
+    for function, start, end, text in edits(source):
         first, last = source.rfind("\n", 0, start) + 1, source.find("\n", end)
         before, after = source[first:last], source[first:start] + text + source[end:last]
         change = " => ".join(" ".join(part.split()) for part in (before, after))
