@@ -14,7 +14,9 @@ reason; the score is given with and without those that are equivalent, which no 
 
 Why not a library: mutmut leaves out functions that are decorated, properties among them, and what
 runs when a module is imported, and chooses tests by function; cosmic-ray imports torch anew for
-each mutant; neither changes C++.
+each mutant; neither changes C++. universalmutator does, but knows lines of text, strings and types
+among them: of layout/, formats/ and cast/ it makes 36,617 mutants that compile, in the place of
+2,805.
 
 Python 3.11 or later, Linux. Of the solver's proofs (tests/layout/test_proofs.py) nothing is run.
 """

@@ -178,9 +178,7 @@ ANSWER across(const i64* in, i64* out) { return put(out, threads_across(in[0]));
 
 // Of four words of four bytes.
 ANSWER transposed(const i64* in, i64* out) {
-    u32 bytes[4];
-    for (int i = 0; i < 4; i++) bytes[i] = in[i];
+    u32 bytes[] = {(u32)in[0], (u32)in[1], (u32)in[2], (u32)in[3]};
     transpose_4x4(bytes);
-    for (int i = 0; i < 4; i++) out[i] = bytes[i];
-    return 4;
+    return put(out, bytes[0], bytes[1], bytes[2], bytes[3]);
 }
