@@ -59,12 +59,10 @@ struct Sum {
         }
     }
     ZEROCAST_FN u64 total() const {
-        Wide both = even + odd;
+        Wide above = (Wide)high, both = even + odd + ((above + (above >> 32)) << 32);
         u64 total = 0;
-        u32 above = 0;
         for (int i = 0; i < Native::WIDTH / 2; i++) total += both[i];
-        for (int i = 0; i < Native::WIDTH; i++) above += high[i];
-        return total + ((u64)above << 32);
+        return total;
     }
 };
 
