@@ -9,7 +9,8 @@ of plans that cast the same masters into the same weights. Printed are medians o
 the ratio to the mean of both steps without it, and of the ratio of these two, which says what a
 ratio is worth. It is to be read beside its count: the digest of what a gather copies is taken on
 the way, and the rest (scales, and what two ranks share) is read from memory. With --in-place, codes
-lie as they travel, nothing is copied, and all is read from memory, as by the comparison alone.
+lie as they travel: threads copy them from each other, with their digests, and what other transports
+have written is read from memory, as by the comparison alone.
 Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
 which is less than any transport between machines does.
 """
