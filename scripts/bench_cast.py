@@ -6,8 +6,8 @@ For one FP32 shard it measures, with the medians of interleaved rounds,
     the cast         amax, scale, cast and their sum under every recipe, as a share of the memory's
                      bound for them: a read of the FP32 shard for amax and cast each, and one write
                      of the codes, of both planes where there are two. (Delayed scaling has one pass
-                     for both, and so have scales that belong to blocks alone; 4-over-6 has one
-                     more, select, which the bound of the sum does not count)
+                     for both, and so have scales that belong to blocks alone; under 4-over-6
+                     the second read chooses scales and casts)
     the transpose    the columnwise codes and scales that it writes, as a share of the copy rate
     one part of 64   amax and cast of 1/64 of the weight, caches flushed, against the whole
     memory           the peak of temporary memory of CastPlan.cast() on one rank
@@ -68,7 +68,7 @@ RECIPES: dict[str, Recipe] = {
         fp4_quant_fwd_weight=QParams(stochastic_rounding=True, fp4_2d_quantization=True)
     ),
 }
-STEPS = ("amax", "select", "scale", "cast", "one pass")
+STEPS = ("amax", "select", "select and cast", "scale", "cast", "one pass")
 GOALS = {"MXFP8": 0.65, "MXFP8 32x32": 0.80, "FP8 128x128": 0.80,
          "NVFP4 4-over-6": 0.50, "NVFP4 stochastic": 0.45}  # fmt: skip
 """Of recipes of which one pass writes what two wrote, and of those that compute more than memory

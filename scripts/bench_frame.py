@@ -45,7 +45,7 @@ SETS = {"llama": LLAMA, "experts": EXPERTS, "narrow": NARROW}
 WORLD_SIZES = (1, 64)
 """Ranks of which the first is measured."""
 
-READS = ("amax", "select", "cast", "one pass")
+READS = ("amax", "select", "select and cast", "cast", "one pass")
 """The steps that read the masters, where a recipe has them."""
 
 
@@ -60,9 +60,9 @@ class RankSteps:
     """The steps of one rank over a set of weights, and what each must read and write.
 
     Attributes:
-        steps: by name, in order: "memset", "amax", "select", "scale", "cast", "one pass" (amax and
-            cast of whole blocks, in their place) and "transpose", as far as the recipe and the
-            backend have them.
+        steps: by name, in order: "memset", "amax", "select", "select and cast", "scale", "cast",
+            "one pass" (amax and cast of whole blocks, in their place) and "transpose", as far as
+            the recipe and the backend have them.
         read, written: bytes by step.
         tables: bytes by step that were uploaded when it was prepared.
     """
@@ -121,13 +121,17 @@ def prepare(
     makers: dict[str, Callable[[], Launch]] = {}
     if not recipe.casts_before_reduction:
         makers["amax"] = lambda: backend.partial_amax(shards, masters)
-    if recipe.chooses_scales:
-        makers["select"] = lambda: backend.partial_select(numerics, shards, masters)
-    makers["scale"] = lambda: backend.compute_scale(numerics, shards)
-    makers["cast"] = lambda: backend.partial_cast(numerics, shards, masters)
     pairs = zip(storages, shards, strict=True)
     whole = [replace(s, whole=whole_rows_of(storage, s, backend)) for storage, s in pairs]
-    if all(shard.whole == shard.extent for shard in whole):
+    all_whole = all(shard.whole == shard.extent for shard in whole)
+    if recipe.chooses_scales and all_whole:
+        makers["select and cast"] = lambda: backend.partial_select(numerics, whole, masters)
+    elif recipe.chooses_scales:
+        makers["select"] = lambda: backend.partial_select(numerics, shards, masters)
+    makers["scale"] = lambda: backend.compute_scale(numerics, shards)
+    if "select and cast" not in makers:
+        makers["cast"] = lambda: backend.partial_cast(numerics, shards, masters)
+    if all_whole and not recipe.chooses_scales:
         makers["one pass"] = lambda: backend.partial_amax_cast(numerics, whole, masters)
     if first.derived_names:
         makers["transpose"] = lambda: backend.transpose(numerics, shards)
@@ -148,8 +152,7 @@ def prepare(
     written = {
         "memset": amax.nbytes,
         "scale": stored(*(plane.scales_name for plane in first.cast_planes)),
-        "cast": codes,
-        "one pass": codes,
+        **dict.fromkeys(("cast", "select and cast", "one pass"), codes),
         "transpose": stored(*first.derived_names),
     }
     read |= dict.fromkeys(READS, 4 * owned)

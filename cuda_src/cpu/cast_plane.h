@@ -133,6 +133,25 @@ class PlaneCast {
         keep(to, code);
     }
 
+    // Codes of whole bytes, from this element on, to where they stay.
+    template <class Word, int N>
+    ZEROCAST_FN void put(i64 element, const Word (&made)[N]) const {
+        constexpr int BYTES = sizeof(Word);
+        u8* to = codes(element);
+        for (int i = 0; i < N; i++, to += BYTES) {
+            auto from = (const u8*)&made[i];
+            if (changes_.flags) {
+                u64 changed = differing<BYTES>(from, to);
+                if (!changed) continue;  // and its memory is not written
+                note<BYTES>(to, from, changed);
+            }
+            if (streams_ && (u64)to % BYTES == 0)
+                stream<BYTES>(to, from);
+            else
+                Native::store(to, made[i]);
+        }
+    }
+
     // Whether GROUP elements from this one on can be encoded together.
     ZEROCAST_FN bool starts_group(i64 element) const { return encoder_.starts_group(element); }
     ZEROCAST_FN static i64 bytes(i64 elements) { return F::BITS == 4 ? elements >> 1 : elements; }

@@ -166,5 +166,13 @@ ZEROCAST_FN Span shard_span(const CastShard& shard, i64 num_threads) {
     return Span{shard.start, shard.end, granule};
 }
 
+// Whether the codes of a launch go past the caches, where few of them would stay: a store there
+// first reads the line that it writes.
+inline bool streams_codes(const CastShard* shards, i64 count) {
+    constexpr i64 ENOUGH = 1 << 24;  // elements
+    return total_elements(shards, count, [](const CastShard& s) { return shard_span(s, 1); })
+           >= ENOUGH;
+}
+
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

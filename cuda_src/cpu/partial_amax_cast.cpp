@@ -42,10 +42,6 @@ constexpr i64 NARROW = 1024;
 // Elements at most of a row of blocks that waits for its cast: of BF16 2 MiB.
 constexpr i64 WAITING = 1 << 20;
 
-// Elements of a launch from which codes go past the caches, where few of them would stay: a store
-// there first reads the line that it writes.
-constexpr i64 STREAMED = 1 << 24;
-
 // What a launch works on.
 struct Shards {
     const CastShard* shards;
@@ -229,7 +225,7 @@ void launch(const NumericsTable& numerics_table, const CastShard* shards,
             const AdamWUpdate* updates, i64 count, i64 threads) {
     bool updated = updates;
     i64 total = total_elements(shards, count, [](const CastShard& s) { return shard_span(s, 1); });
-    Shards table{shards, updates, total >= STREAMED};
+    Shards table{shards, updates, streams_codes(shards, count)};
     auto whole = [&](const CastShard& shard, const Parts& parts, i64 first, i64 last) {
         const i32* tensor_amax = shard.guess ? &shard.guess->written : shard.tensor_amax;
         with_numerics(numerics_table, tensor_amax, shard.delayed, [&](auto scaling) {

@@ -320,12 +320,13 @@ class Weight:
 
 
 def run_operations(backend: Backend, scheme: Scheme, masters: Sequence[torch.Tensor],
-                   extents: Sequence[Extent], **options: Any) -> Written:  # fmt: skip
+                   extents: Sequence[Extent], *, reads_once: bool = False,
+                   **options: Any) -> Written:  # fmt: skip
     """Cast each of ``masters`` in turn into one weight, the only one of its launches; what all that
     wrote, by name. The options are those of :class:`Weight`.
     """
     weight = Weight(scheme, extents, **options)
-    return run_together(backend, [weight], [[master] for master in masters])
+    return run_together(backend, [weight], [[m] for m in masters], reads_once=reads_once)
 
 
 def run_together(
@@ -339,7 +340,8 @@ def run_together(
 
     Args:
         steps: of each cast in turn the masters [numel], one a weight, whatever ranks own of them.
-        reads_once: whether whole rows of blocks are measured and cast in one pass.
+        reads_once: whether whole rows of blocks are measured and cast in one pass, or chosen for
+            and cast.
     """
     written: Written = {}
     for step, wholes in enumerate(steps):
@@ -368,7 +370,7 @@ def _cast(
     cast = backend.partial_cast(numerics, shards, masters)
     casts_first = isinstance(numerics, Float8DelayedNumerics)
     amax = cast if casts_first else backend.partial_amax(shards, masters)
-    if reads_once:
+    if reads_once and not weights[0].chooses:
         amax = backend.partial_amax_cast(numerics, shards, masters)
     amax()
     for weight in weights:

@@ -25,7 +25,8 @@ and ``partial_cast`` is left with the blocks at the ends of shards.
 Two schemes differ. Delayed scaling casts with a scale that it has from earlier casts, so its one
 pass over the masters comes first and takes the amax along; the reduced amax then makes the next
 scale. 4-over-6 lets each block choose between two scales, for which the errors of shared blocks
-travel in one all-reduce more, between ``reduce_amax`` and ``compute_scale``.
+travel in one all-reduce more, between ``reduce_amax`` and ``compute_scale``. On the CPU whoever
+chooses for a block that it holds whole casts it in the same read.
 
 The words, each used for nothing else:
 

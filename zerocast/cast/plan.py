@@ -293,6 +293,8 @@ class CastPlan:
 
     def _partial_select(self) -> None:
         self._exchange.candidates.zero_()
+        if self._prepared.steps.writes_selected:
+            self._version.tick(self._prepared.addresses.written)
         self._prepared.steps.run("partial_select")
 
     def _reduce_candidates(self) -> None:
@@ -302,7 +304,7 @@ class CastPlan:
     def _compute_scale(self) -> None:
         attempt, self.step = Attempt(), self.step + 1
         with attempt:
-            if not self._prepared.steps.writes_early:
+            if not (self._prepared.steps.writes_early or self._prepared.steps.writes_selected):
                 self._version.tick(self._prepared.addresses.written)
             self._version.has_scales = not self._prepared.gathered_scales
             self._prepared.steps.run("compute_scale")

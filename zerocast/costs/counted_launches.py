@@ -69,7 +69,12 @@ class CountingBackend:
 
     def partial_select(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         shards = _held(operands)
-        nbytes = sum(_master_bytes(each, masters) + _choice_bytes(each) for each in shards)
+        nbytes = sum(
+            _master_bytes(each, masters)
+            + _choice_bytes(each)
+            + _code_bytes(each, numerics, each.whole.size)
+            for each in shards
+        )
         return self._launch("partial_select", shards, nbytes)
 
     def select(self, numerics: Numerics, operands: Operands) -> Launch:

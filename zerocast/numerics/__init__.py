@@ -7,7 +7,8 @@ weights, and allocates nothing.
 
     partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX)
     partial_amax_cast  the same, and the codes of blocks that a shard holds whole
-    partial_select  master shards, amaxes   -> 4-over-6: errors of both candidates (then one SUM)
+    partial_select  master shards, amaxes   -> 4-over-6: errors of both candidates (then one SUM),
+                                               and the codes of blocks that a shard holds whole
     select          reduced errors          -> 4-over-6: the choice of every block
     compute_scale   amaxes, choices         -> stored scales, tensor amax, recipe state
     partial_cast    master shards, amaxes   -> this rank's codes, to the nibble

@@ -60,7 +60,8 @@ class Backend(Protocol):
 
     def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         """Say whether :meth:`partial_amax_cast` takes planes in these blocks, one grid a plane that
-        is cast, where scales belong to blocks alone.
+        is cast, where scales belong to blocks alone; under 4-over-6, whether
+        :meth:`partial_select` casts ``whole``.
         """
 
     def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
@@ -83,7 +84,8 @@ class Backend(Protocol):
     ) -> Launch:
         """Write this rank's share of the decisions of 4-over-6, from reduced amaxes, into
         ``candidates``, whose exchanged tensors hold 0: choices of its own blocks, errors and
-        elements of the shared ones.
+        elements of the shared ones. Write the codes of the elements in ``whole``, in the same read
+        of the masters.
         """
 
     def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:

@@ -290,8 +290,9 @@ class TensorOperand:
         advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
             date. False where other code does.
         values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
-        whole: of the extent, the rows of blocks of all planes that one pass measures and casts; see
-            :meth:`Backend.partial_amax_cast`.
+        whole: of the extent, the rows of blocks of all planes that one pass measures and casts
+            (:meth:`Backend.partial_amax_cast`), or chooses scales for and casts
+            (:meth:`Backend.partial_select`).
         changes: of the bytes of codes of a tensor with one plane that is cast, where the backend
             :attr:`~Backend.notes_changes`: from :attr:`codes_start` on, where the codes of the cast
             before stand.

@@ -3,6 +3,7 @@
     partial_amax     the amaxes of this rank's shards         then ranks take the maximum
                      (and the codes of whole blocks)
     partial_select   4-over-6: the errors of both scales      then ranks take the sum
+                     (and the codes of whole blocks)
     select           4-over-6: the choice of blocks that ranks share
     compute_scale    the scales of all blocks
     partial_cast     the codes of this rank's shards          then ranks gather them
@@ -13,9 +14,9 @@ Recipes state arithmetic and planes, backends run operations; their order is sta
 Delayed scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one
 pass, in ``partial_amax``, and ``compute_scale`` closes the cast. Scales that belong to blocks alone
 wait for no other rank where a shard holds the whole block: such rows of blocks are measured and
-cast in one pass, in ``partial_amax``, and ``partial_cast`` writes the others. Where nothing may be
-written before the amaxes were judged, codes wait for ``compute_scale``, and precede it if it is
-delayed.
+cast in one pass, in ``partial_amax``, and ``partial_cast`` writes the others. Under 4-over-6 the
+pass that chooses their scales, ``partial_select``, casts them. Where nothing may be written before
+the amaxes were judged, codes wait for ``compute_scale`` otherwise, and precede it if it is delayed.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class CastSteps:
     Attributes:
         writes_early: whether the first step writes codes: under delayed scaling, and of whole
             blocks.
+        writes_selected: whether the step that chooses scales writes codes, of whole blocks.
         guesses: whether :meth:`update` may write codes under a guess of the tensor's amax.
         chooses_scales: whether there are steps of 4-over-6.
     """
@@ -88,15 +90,16 @@ class CastSteps:
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
-        self.writes_early = self.chooses_scales = False
+        self.writes_early = self.writes_selected = self.chooses_scales = False
         self._guesses = torch.full((len(operands), 3), -1, dtype=torch.int32, device="cpu")
         self.guesses = False
-        if not judges_amaxes:
-            operands = [
-                (s, _read_once(s, operand, backend, guess))
-                for (s, operand), guess in zip(operands, self._guesses, strict=True)
-            ]
-            self.guesses = any(operand.guess is not None for _, operand in operands)
+        operands = [
+            (s, _read_once(s, operand, backend, guess))
+            if s.recipe.chooses_scales or not judges_amaxes
+            else (s, operand)
+            for (s, operand), guess in zip(operands, self._guesses, strict=True)
+        ]
+        self.guesses = any(operand.guess is not None for _, operand in operands)
         by_recipe: dict[Recipe, list[int]] = {}
         for i, (storage, _) in enumerate(operands):
             by_recipe.setdefault(storage.recipe, []).append(i)
@@ -146,7 +149,10 @@ class CastSteps:
         numerics, launches = recipe.numerics, self._launches
         backend, masters = self._backend, self._masters
         scale = backend.compute_scale(numerics, scaled)
-        self._of_updates.append((numerics, operands, masters))
+        measured = operands
+        if recipe.chooses_scales:  # nothing is cast before
+            measured = [replace(operand, whole=NOTHING) for operand in operands]
+        self._of_updates.append((numerics, measured, masters))
         if recipe.casts_before_reduction:
             cast = backend.partial_cast(numerics, operands, masters)
         if recipe.casts_before_reduction and not self._judges_amaxes:
@@ -158,11 +164,11 @@ class CastSteps:
             # When the codes are written, their scale must not have moved on yet.
             launches["compute_scale"] += [cast, scale]
         else:
-            if any(operand.whole for operand in operands if operand.guess is None):
+            if any(operand.whole for operand in measured if operand.guess is None):
                 self.writes_early = True
-                amax = backend.partial_amax_cast(numerics, operands, masters)
+                amax = backend.partial_amax_cast(numerics, measured, masters)
             else:
-                amax = backend.partial_amax(operands, masters)
+                amax = backend.partial_amax(measured, masters)
             launches["partial_amax"].append(amax)
             launches["compute_scale"].append(scale)
             for stage, own in by_stage.items():
@@ -171,6 +177,7 @@ class CastSteps:
         if recipe.chooses_scales:
             assert isinstance(numerics, NVFP4Numerics)
             self.chooses_scales = True
+            self.writes_selected |= any(operand.whole for operand in operands)
             launches["partial_select"].append(backend.partial_select(numerics, operands, masters))
             launches["select"].append(backend.select(numerics, operands))
 
@@ -197,10 +204,12 @@ def _read_once(
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:
     """Return the elements of an operand that one pass of ``backend`` measures and casts: rows of
-    blocks of which no other rank owns elements, under scales that depend on blocks alone.
+    blocks of which no other rank owns elements, under scales that depend on blocks alone. Under
+    4-over-6: that one pass chooses the scales of, and casts.
     """
     recipe = storage.recipe
-    if recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes():
+    waits = recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes()
+    if waits and not recipe.chooses_scales:
         return NOTHING
     grids = [each.plane.grid for each in operand.cast_planes]
     if not backend.reads_once(recipe.numerics, grids):

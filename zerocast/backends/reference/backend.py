@@ -60,7 +60,8 @@ class ReferenceBackend:
 
     @staticmethod
     def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-        return True
+        # Random bits are those of the step that compute_scale begins.
+        return not (isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding)
 
     def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         def run(shard: TensorOperand) -> None:
@@ -91,9 +92,13 @@ class ReferenceBackend:
     def partial_select(
         self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
-        return _for_shards(
-            operands, lambda shard: four_over_six.write_own_part(numerics, shard, masters)
-        )
+        def run(shard: TensorOperand) -> None:
+            four_over_six.write_own_part(numerics, shard, masters)
+            if shard.whole:
+                whole = _in_whole(shard)
+                _cast(numerics, shard, rounded(shard, masters)[whole], indices(shard)[whole])
+
+        return _for_shards(operands, run)
 
     def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(four_over_six.choose_in_cut_rows, numerics))
