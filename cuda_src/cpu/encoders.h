@@ -141,7 +141,16 @@ ZEROCAST_FN Packed in_order(Packed bytes) {
 #endif
 }
 
-// Of two registers of bytes: the smaller ones, and a less b or 0.
+// Of two registers of bytes: the larger ones, the smaller ones, and a less b or 0.
+ZEROCAST_FN Packed larger(Packed a, Packed b) {
+#if defined(__AVX512BW__)
+    return (Packed)_mm512_max_epu8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Packed)_mm256_max_epu8((__m256i)a, (__m256i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 ZEROCAST_FN Packed smaller(Packed a, Packed b) {
 #if defined(__AVX512BW__)
     return (Packed)_mm512_min_epu8((__m512i)a, (__m512i)b);

@@ -49,10 +49,10 @@ class PowerOfTwoCodes {
     // subnormal, it is wrong, and `irregular`, which starts as NONE, is_irregular() then.
     ZEROCAST_FN Packed under(Shorts first, Shorts second, Packed& irregular) const {
         Packed codes;
+        codes = saturated(rounded_[0] + first, rounded_[1] + second);
         if constexpr (SAME<F, E2M1>) {
-            codes = saturated(e2m1_codes(0, first), e2m1_codes(1, second));
+            codes = larger(codes, below_one(first, second));
         } else {
-            codes = saturated(rounded_[0] + first, rounded_[1] + second);
             irregular = smaller(irregular, codes - 1);
             codes = less(codes, Packed{} + (u8)BELOW);
         }
@@ -81,13 +81,14 @@ class PowerOfTwoCodes {
 
     Shorts elements_[2], magnitude_[2], rounded_[2];
 
-    // The codes of E2M1. Below 1 there are two but 0: 0.5 from where 0.25 ties on, 1 from where
-    // 0.75 does.
-    ZEROCAST_FN Shorts e2m1_codes(int i, Shorts steps) const {
-        Shorts exact = magnitude_[i] + (steps << DROPPED);
-        constexpr short QUARTER = -(1 << BF16_MANTISSA), THREE_QUARTERS = 1 << (BF16_MANTISSA - 1);
-        auto one = (Shorts)(exact > QUARTER), two = (Shorts)(exact >= THREE_QUARTERS);
-        return Native::max(rounded_[i] + steps, -one - two);
+    // The codes of E2M1 below 1, and 2 above: 0.5 begins behind 0.25, which ties, and 1 at 0.75.
+    ZEROCAST_FN Packed below_one(Shorts first, Shorts second) const {
+        constexpr short OCTAVE = 1 << BF16_MANTISSA;  // from a quarter to a half
+        Packed from_quarter = saturated(magnitude_[0] + OCTAVE + (first << DROPPED),
+                                        magnitude_[1] + OCTAVE + (second << DROPPED));
+        constexpr u8 THREE_QUARTERS = OCTAVE + OCTAVE / 2;
+        Packed from_three_quarters = less(from_quarter, Packed{} + (u8)(THREE_QUARTERS - 1));
+        return smaller(from_quarter, Packed{} + 1) + smaller(from_three_quarters, Packed{} + 1);
     }
 };
 
