@@ -9,9 +9,10 @@ from tests.support.live_memory import LiveMemory
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import RecordingCommunicator
-from zerocast.export import DIALECTS, weights
+from zerocast.export import DIALECTS, Export, weights
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.refit import Refit
+from zerocast.tensors import TensorParallelShard
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -109,44 +110,98 @@ def test_a_bucket_is_cast_while_one_is_gathered(monkeypatch):
         )
 
 
-@pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4"])
-def test_a_rank_holds_two_buckets_and_no_more(name):
-    """Of 24 weights in 12 buckets, beside its shards: one that is used and one that comes, and as
-    long as ranks are few a good part of one more: what it cast of two, and the amaxes of one. Of
-    shards, what it cast of two. It does not depend on when which thread runs.
+MEASURED = ["deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize(("ranks", "a_bucket", "is_cut"), [(4, 2, True), (2, 8, False)])
+def test_a_rank_holds_two_buckets_and_no_more(name, ranks, a_bucket, is_cut):
+    """Of 24 weights, beside its shards: rows of each, in buckets of two, or all that there is, in
+    buckets of eight. Of shards, what it cast of two and the amaxes of one; of deltas, beside what
+    was sent last. It does not depend on when which thread runs.
     """
-    ranks, count, shape = 4, 24, (512, 512)
+    count, shape = 24, (512, 512)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(count, *shape, generator=generator)
     recipe = DIALECTS[name].recipe
     (plane,) = recipe.planes(shape, columnwise=False)
+    codes = a_bucket * values[0].numel() * recipe.numerics.fmt.bits // 8
 
     def run(comm):
-        rows = shape[0] // ranks
+        start, end = (min(at * (128 if is_cut else 512), 512) for at in (comm.rank, comm.rank + 1))
         source = zerocast.CastPlan(
             [zerocast.empty(shape, "block", dtype=torch.bfloat16) for _ in values],
-            [value[comm.rank * rows : (comm.rank + 1) * rows] for value in values],
-            [comm.rank * rows * shape[1]] * count,
+            [value[start:end] for value in values],
+            [start * shape[1]] * count,
             comm,
             names=[f"{i}.weight" for i in range(count)],
         )
         options = {"from_masters": True, "dtype": torch.bfloat16, "group": comm}
         refit = Refit(source, name, bucket_bytes=codes, **options)
-        with LiveMemory() as whole:
-            size = sum(map(_nbytes, refit.named_tensors()))
-        with LiveMemory() as own:
-            for _ in refit.shards():
-                pass
-        return size / 12, whole.peak, own.peak
+        return _peaks(refit, refit.named_tensors, refit.shards, refit.deltas, changes(refit))
 
-    codes = 2 * values[0].numel() * recipe.numerics.fmt.bits // 8
-    amaxes = 2 * 4 * plane.grid.num_blocks / ranks
+    amaxes = a_bucket * 4 * plane.grid.num_blocks / ranks
     owners = 6 * 8 * count * ranks  # numbers for each shard
-    for bucket, whole, own in run_ranks("in_process", ranks, run):
-        # Threads gather so few bytes by way of one copy, which the last to come makes.
-        shared = bucket - codes
-        assert whole <= 2 * bucket + 2 * bucket / ranks + amaxes + shared + owners
-        assert own <= 2 * bucket / ranks + amaxes + owners
+    for rank, (size, whole, shards, full, deltas) in enumerate(run_ranks("in_process", ranks, run)):
+        bucket, share = size * a_bucket / count, 1 / ranks if is_cut else rank == 0
+        assert whole <= 2 * bucket
+        assert full <= 2 * bucket + size * share
+        assert deltas <= 2 * bucket
+        assert not share or shards <= 2 * bucket * share + amaxes + owners
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_rank_holds_two_buckets_of_weights_that_it_has_a_part_of(name):
+    """Rows or columns of 24 weights, in buckets of eight, each over two ranks that share their
+    parts with two others; refits, and exports of whole buckets.
+    """
+    count, shape = 24, (512, 512)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(count, *shape, generator=generator)
+    recipe = DIALECTS[name].recipe
+
+    def run(comm):
+        across, group = comm.split(comm.rank // 2), comm.split(2 + comm.rank % 2)
+        parts = [TensorParallelShard.chunk(shape, i % 2, across) for i in range(count)]
+        own = [each.slice_of(value).flatten() for each, value in zip(parts, values, strict=True)]
+        size = len(own[0]) // 2
+        source = zerocast.CastPlan(
+            [
+                zerocast.empty(
+                    each.shape, recipe, dtype=torch.bfloat16, columnwise=False, tp_shard=each
+                )
+                for each in parts
+            ],
+            [value[size * group.rank :][:size] for value in own],
+            [size * group.rank] * count,
+            group,
+            names=[f"{i}.weight" for i in range(count)],
+        )
+        options = {"from_masters": True, "dtype": torch.bfloat16, "group": comm}
+        options["bucket_bytes"] = 8 * values[0].numel() * recipe.numerics.fmt.bits // 8
+        refit = Refit(source, name, **options)
+        buckets = Export(source, name, **options).buckets
+        return _peaks(refit, refit.named_tensors, buckets, refit.deltas, changes(refit))
+
+    for size, *peaks, full, deltas in run_ranks("in_process", 4, run):
+        assert max(*peaks, deltas) <= 2 * size / 3
+        assert full <= 2 * size / 3 + size / 4
+
+
+def changes(refit):
+    """Its deltas since the latest version, asked for when they are iterated over."""
+    return lambda: refit.deltas(refit.version)
+
+
+def _peaks(refit, *ways):
+    """The bytes of the whole, and what a rank holds at most in each of ``ways``."""
+    peaks = [sum(map(_nbytes, refit.named_tensors()))]
+    for way in ways:
+        with LiveMemory() as memory:
+            for _ in way():
+                del _
+        peaks.append(memory.peak)
+    return peaks
 
 
 def _nbytes(named):

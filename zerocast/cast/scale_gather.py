@@ -12,6 +12,7 @@ one buffer: one all-gather for all planes of a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -23,6 +24,9 @@ from zerocast.tensors.weight_operands import OwnScales
 
 _ALIGNMENT = 16
 """Bytes: what a kernel stores at once."""
+
+_Part: TypeAlias = "tuple[range, torch.Tensor]"
+"""Blocks of a plane that one rank owns, and where their scales arrive."""
 
 
 def scale_gathers(
@@ -56,8 +60,7 @@ class ScaleGather:
         weights: by place in the plan those of the group, in order, and the planes whose scales
             travel.
         owners: of these, counted from 0.
-        is_kept: whether :attr:`compact` has memory for every gather; else :meth:`put_together`
-            gives it after one.
+        is_kept: whether :attr:`compact` has memory from now on, for every gather; else after one.
 
     Attributes:
         own: by place in the plan and name of a plane, what this rank makes.
@@ -97,7 +100,7 @@ class ScaleGather:
         self._typed = {each: self._gathered.view(each) for each in set(dtypes.values())}
         self._none = {each: OwnScales(range(0), all_[:0]) for each, all_ in self._typed.items()}
         self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # to, from
-        self._parts: dict[int, dict[str, list[tuple[range, torch.Tensor]]]] = {}
+        self._without_room: list[tuple[int, str, list[_Part], torch.dtype]] = []
         for (i, name), of_plane in segments.items():
             found = [
                 (rank, blocks, self._arrived(first, len(blocks), dtypes[i]))
@@ -107,40 +110,29 @@ class ScaleGather:
             for rank, blocks, arrived in found:
                 if rank == comm.rank:
                     self.own[i][name] = OwnScales(blocks, arrived)
-            parts = [(blocks, arrived) for _, blocks, arrived in found]
+            self._without_room.append((i, name, [part[1:] for part in found], dtypes[i]))
             if is_kept:
-                self.compact[i][name] = self._room(parts, dtypes[i])
-            else:
-                self._parts.setdefault(i, {})[name] = parts
+                self._make_room()
 
     def _arrived(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """So many scales from a byte on, as they arrive."""
         begin = first // dtype.itemsize
         return self._typed[dtype][begin : begin + count]
 
-    def _room(
-        self, parts: Sequence[tuple[range, torch.Tensor]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return where all scales of one plane are put together after a gather, of ``parts``, their
-        blocks and where they arrive; one part stays there.
+    def _make_room(self) -> None:
+        """Make room where all scales of one plane are put together after a gather, for the planes
+        that have none; a single part stays where it arrives.
         """
-        if len(parts) == 1:
-            return parts[0][1]
-        total = sum(len(blocks) for blocks, _ in parts)
-        whole = torch.zeros(total, dtype=dtype, device=self._gathered.device)
-        for blocks, arrived in parts:
-            self._pieces[0].append(whole[blocks.start : blocks.stop])
-            self._pieces[1].append(arrived)
-        return whole
-
-    def put_together(self, i: int) -> dict[str, torch.Tensor]:
-        """Return, by plane, all scales of the weight at place ``i`` of the plan, which have been
-        gathered and are not kept in :attr:`compact`.
-        """
-        return {
-            name: torch.cat([each for _, each in sorted(parts, key=lambda part: part[0].start)])
-            for name, parts in self._parts[i].items()
-        }
+        while self._without_room:
+            i, name, parts, dtype = self._without_room.pop()
+            if len(parts) == 1:
+                self.compact[i][name] = parts[0][1]
+                continue
+            total = sum(len(blocks) for blocks, _ in parts)
+            whole = torch.empty(total, dtype=dtype, device=self._gathered.device)
+            self.compact[i][name] = whole
+            self._pieces[0].extend(whole[blocks.start : blocks.stop] for blocks, _ in parts)
+            self._pieces[1].extend(arrived for _, arrived in parts)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -153,6 +145,7 @@ class ScaleGather:
 
         def finish() -> None:
             wait()
+            self._make_room()
             if self._pieces[0]:
                 torch._foreach_copy_(*self._pieces)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -255,26 +255,14 @@ def in_amax_groups(
     ]
 
 
-def in_buckets(entries: Iterable[Entry], num_bytes: int) -> list[list[Entry]]:
-    """Return the entries of each bucket, in order: a bucket is closed once it has ``num_bytes``.
-    Those that share a tensor amax are in one.
+def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the value of a tensor whole, in ``dtype``, in which it travels; collective where it is
+    sharded.
     """
-    buckets: list[list[Entry]] = []
-    placed: dict[str, list[Entry]] = {}
-    size = num_bytes
-    for entry in entries:
-        together = placed.get(entry.amax_group or "")
-        if together is not None:
-            together.append(entry)
-            continue
-        if not buckets or size >= num_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(entry)
-        size += entry.num_bytes
-        if entry.amax_group is not None:
-            placed[entry.amax_group] = buckets[-1]
-    return buckets
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.dequantize(dtype)
+    stored = tensor.detach().to(dtype)
+    return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()
 
 
 def trained_amax_groups(source: Source) -> Mapping[str, str]:

@@ -1,7 +1,6 @@
 """The weights of a bucket while ranks gather them: memory is given to each part when it arrives.
 
-Of what is gathered in a staging buffer codes get memory when the gather ends, and scales get it
-weight by weight. So a rank has a bucket once as it travels and once as it is stored, and no more.
+What is gathered in a staging buffer gets memory where it is stored when the gather ends.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,19 +50,18 @@ def start_scales(
     matrices, group = Matrices(specs), {comm: range(len(specs))}
     planes = {i: (each.storage, each.storage.planes[:1]) for i, each in enumerate(matrices.specs())}
     gather = ScaleGather(comm, planes, matrices.owners(group, {comm: owners})[comm], is_kept=False)
-    for i, given in enumerate(each for name in cast for each in own[name]):
-        (room,) = gather.own[i].values()
-        room.entries.copy_(given.entries)
+    rooms = [room.entries for of_planes in gather.own.values() for room in of_planes.values()]
+    torch._foreach_copy_(rooms, [each.entries for name in cast for each in own[name]])
     wait = gather.start()
 
     def finish() -> None:
         wait()
-        for at, (name, shard) in enumerate(cast.items()):
+        for name, shard in cast.items():
             weight, scales = into[name], shard.planes[0].scales_name
             weight.buffers[scales] = weight.form.buffers[scales].allocate(shard.device)
-            (places,) = matrices.of_each([[at]])
-            compact = {number: gather.put_together(i) for number, i in enumerate(places)}
-            for launch in prepare_expansion(weight.matrices, compact, backend_for(shard.device)):
-                launch()
+        stored = [matrix for name in cast for matrix in into[name].matrices]
+        backend = backend_for(specs[0].storage.device)
+        for launch in prepare_expansion(stored, gather.compact, backend):
+            launch()
 
     return finish

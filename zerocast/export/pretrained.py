@@ -23,7 +23,8 @@ from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
 from zerocast.export.known_dialects import DIALECTS, as_dialect
-from zerocast.export.weights import BUCKET_BYTES, Export, NamedTensors
+from zerocast.export.stages import NamedTensors
+from zerocast.export.weights import BUCKET_BYTES, Export
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES
 
@@ -49,8 +50,8 @@ def save_pretrained(
     """Save a model in a format that servers load: safetensors and ``config.json``. Collective.
 
     The files are the same on any number of ranks, and hold for every quantized weight what
-    ``zerocast.quantize`` of the whole weight gives. A rank holds its shards, two buckets, and its
-    own codes and scales of two, not the model.
+    ``zerocast.quantize`` of the whole weight gives. A rank holds its shards and two buckets, not
+    the model.
 
     Args:
         model: with quantized weights, whole on every rank, or with masters sharded by FSDP2. A

@@ -214,13 +214,16 @@ class ShardPlan(CastPlan):
         device = self._device
         allocate_codes(whole.values(), device, one_by_one=True)  # where they are received
         waits = [gather.start_into(whole) for gather in self._gathers]
+        self._gathers = []  # each holds what it receives
         waits += self._start_scales(whole)
 
         def finish() -> dict[str, QuantizedStorage]:
             allocate_codes(whole.values(), device, one_by_one=False)
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
-            return whole
+            found = dict(whole)
+            whole.clear()  # its caller may let go of some
+            return found
 
         return finish
 

@@ -6,18 +6,22 @@ together: rows below each other, columns beside each other, of experts those of 
 whole matrices behind each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.export.dialects import without_padding
+from zerocast.layout import round_up
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import is_sharded, to_local, tp_shard_of
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard
 from zerocast.tensors.tp_shard import ROWS, check_tp_shards
+
+_ALIGNMENT = 8
+"""Bytes: of the largest element of what is gathered, and more."""
 
 
 def is_fsdp_sharded(tensor: torch.Tensor) -> bool:
@@ -56,57 +60,65 @@ def check_part(name: str, tp_shard: TensorParallelShard, recipe: Recipe) -> None
 
 
 def whole_weights(
-    parts: Mapping[str, tuple[QuantizedStorage, TensorParallelShard]],
+    parts: dict[str, tuple[QuantizedStorage, TensorParallelShard]],
 ) -> dict[str, QuantizedStorage]:
     """Return, by name, the weights of which these are this rank's parts, without columnwise codes.
     Collective over the parts' groups: one exchange of their places and one of codes and scales.
+    ``parts`` are let go of as they are sent: it is empty afterwards.
     """
     by_comm: dict[Communicator, list[str]] = {}
     for name, (_, tp_shard) in parts.items():
         by_comm.setdefault(tp_shard.require_comm(), []).append(name)
     whole: dict[str, QuantizedStorage] = {}
     for comm, names in by_comm.items():
-        whole |= _gathered(comm, {name: parts[name] for name in names})
-    return {name: whole[name] for name in parts}
+        whole |= _gathered(comm, {name: parts.pop(name) for name in names})
+    return whole
 
 
 def _gathered(
-    comm: Communicator, parts: Mapping[str, tuple[QuantizedStorage, TensorParallelShard]]
+    comm: Communicator, parts: dict[str, tuple[QuantizedStorage, TensorParallelShard]]
 ) -> dict[str, QuantizedStorage]:
-    tp_shards = [tp_shard for _, tp_shard in parts.values()]
-    places = check_tp_shards(comm, list(parts), tp_shards).tolist()
-    whole = {
-        name: QuantizedStorage.empty(
-            tp_shard.whole, part.dtype, part.recipe, part.device, columnwise=False
-        )
-        for name, (part, tp_shard) in parts.items()
-    }
-    # By rank and weight the places, in the whole, of all that it has.
-    pieces = [
+    forms = {name: (part.dtype, part.recipe) for name, (part, _) in parts.items()}
+    tp_shards = {name: tp_shard for name, (_, tp_shard) in parts.items()}
+    device = next(part.device for part, _ in parts.values())
+    # By rank, and by weight, the lines that it has.
+    places = check_tp_shards(comm, list(parts), list(tp_shards.values())).tolist()
+
+    def whole(name: str, on: torch.device) -> QuantizedStorage:
+        shape = tp_shards[name].whole
+        return QuantizedStorage.empty(shape, *forms[name], on, columnwise=False)
+
+    likes = [(whole(name, torch.device("meta")), each) for name, each in tp_shards.items()]
+    sizes = [
         [
-            piece
-            for storage, tp_shard, (start, end) in zip(
-                whole.values(), tp_shards, of_rank, strict=True
-            )
-            for piece in _pieces(storage, tp_shard, start, end)
+            round_up(piece.nbytes, _ALIGNMENT)
+            for (like, tp_shard), lines in zip(likes, of_rank, strict=True)
+            for piece in _pieces(like, tp_shard, *lines)
         ]
         for of_rank in places
     ]
-    counts = [sum(piece.nbytes for piece in of_rank) for of_rank in pieces]
-    own = [
-        piece.contiguous().view(torch.uint8).reshape(-1)
-        for (storage, tp_shard) in parts.values()
-        for piece in _pieces(storage, tp_shard, 0, tp_shard.size)
-    ]
-    nothing = torch.empty(0, dtype=torch.uint8, device=next(iter(whole.values())).device)
-    gathered = comm.all_gather_parts(torch.cat([nothing, *own]), counts)
-    for of_rank, received in zip(pieces, gathered, strict=True):
-        for piece, given in zip(
-            of_rank, received.split([piece.nbytes for piece in of_rank]), strict=True
-        ):
-            # A copy, for the start of a piece is aligned to bytes alone.
-            piece.copy_(given.clone().view(piece.dtype).view(piece.shape))
-    return whole
+    counts = [sum(of_rank) for of_rank in sizes]
+    gathered = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+    rooms = [room.split(own) for room, own in zip(gathered.split(counts), sizes, strict=True)]
+    sent = iter(rooms[comm.rank])
+    for part, tp_shard in parts.values():
+        for piece in _pieces(part, tp_shard, 0, tp_shard.size):
+            _as(piece, next(sent)).copy_(piece)
+    parts.clear()
+    comm.all_gather_(gathered, counts)
+    received = [iter(room) for room in rooms]
+    found: dict[str, QuantizedStorage] = {}
+    for i, (name, tp_shard) in enumerate(tp_shards.items()):
+        found[name] = whole(name, device)
+        for of_rank, arrived in zip(places, received, strict=True):
+            for piece in _pieces(found[name], tp_shard, *of_rank[i]):
+                piece.copy_(_as(piece, next(arrived)))
+    return found
+
+
+def _as(piece: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``room`` that ``piece`` takes, of its dtype and shape."""
+    return room[: piece.nbytes].view(piece.dtype).view(piece.shape)
 
 
 def _pieces(

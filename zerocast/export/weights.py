@@ -3,7 +3,7 @@
 A quantized weight is exported in one of two ways: as the bytes that the model was trained with, or
 cast anew from its masters by the dialect's own recipe. Either way only codes travel, and what is
 exported equals ``zerocast.quantize`` of the whole weight, whatever the ranks. A rank holds its
-shards and one bucket, never the model.
+shards and two buckets, never the model; see "Note: two buckets" in :mod:`zerocast.export.stages`.
 """
 
 import functools
@@ -27,7 +27,6 @@ from zerocast.export.entries import (
     checkpoint_name,
     gathered_dtype,
     in_amax_groups,
-    in_buckets,
     included_weights,
     not_rows,
     own_rows,
@@ -35,11 +34,19 @@ from zerocast.export.entries import (
     renamed,
     stored_tensors,
     trained_amax_groups,
+    whole,
 )
 from zerocast.export.experts import has_place, matrix_entries
 from zerocast.export.known_dialects import as_dialect
 from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import EntryOwners, ShardPlan
+from zerocast.export.stages import (
+    NamedTensors,
+    in_buckets,
+    in_stages,
+    in_turn,
+    largest_shares,
+)
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
 from zerocast.export.values import check_finite, check_tensor_scale
@@ -53,9 +60,6 @@ from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 BUCKET_BYTES = 1 << 30
 """Bytes of the tensors that are whole on a rank at once, by default."""
-
-NamedTensors = dict[str, torch.Tensor]
-"""Tensors of a checkpoint by their names."""
 
 
 class Export:
@@ -243,36 +247,45 @@ class Export:
         """Return the entries of each bucket, in order: the same on any number of ranks."""
         return in_buckets(self.entries, self._bucket_bytes)
 
+    def plan_stages(self, *, keeps_bucket: bool = False) -> list[list[list[Entry]]]:
+        """Return by bucket the entries of each of its stages: :func:`in_stages`. Collective."""
+        owned = [each for each in self.entries if each.shard is not None]
+        if self._owners is None:
+            self._owners = EntryOwners(owned)
+        shares = dict.fromkeys((each.name for each in self.entries), 0.0)
+        shares |= largest_shares(self.comm, owned)
+        return [
+            in_stages(bucket, self._bucket_bytes, shares, keeps_bucket=keeps_bucket)
+            for bucket in self.plan_buckets()
+        ]
+
     def buckets(self) -> Iterator[NamedTensors]:
         """Yield the tensors of one bucket after the other, whole on every rank. Collective.
 
-        While one is gathered the next is cast and the one after it is measured, and the gather of
-        the next is begun before one is yielded. Let go of its tensors before asking for more, and a
-        rank holds its shards, two buckets, and its shards' codes and scales of two.
+        While one is used the first stage of the next is on its way: let go of its tensors before
+        asking for more, and a rank holds its shards and two buckets.
 
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
-        buckets = self.plan_buckets()
-        if self.comm.size == 1:  # nothing travels
-            for bucket in buckets:
-                yield self.gather(bucket, self.cast(bucket))()
-            return
-        # Collectives follow one another, and a small one would wait behind the gather before it. So
-        # all that is exchanged for a bucket comes before the gather of the one before it.
-        plan: ShardPlan | None = None
-        finish: Callable[[], NamedTensors] = dict
-        for bucket, after in itertools.pairwise([[], *buckets, [], []]):
-            if plan is not None:
-                plan.encode()
-            following, error = self._begin(after)
-            tensors = finish()
-            finish = dict  # what the other held is let go of
-            self._exchange(following, error)
-            finish, plan = self.gather(bucket, plan), following
-            if tensors:
-                yield tensors
-            del tensors
+        planned = self.plan_stages(keeps_bucket=True)
+        gathered = self._in_turn(list(itertools.chain(*planned)))
+        for bucket in planned:
+            tensors = NamedTensors()
+            for _ in bucket:
+                stage = next(gathered)
+                tensors.update(stage)
+                stage.clear()
+            yield tensors
+
+    def stages(self) -> Iterator[NamedTensors]:
+        """:meth:`buckets`, but stage by stage, so that no bucket is held as a whole."""
+        return self._in_turn(list(itertools.chain(*self.plan_stages())))
+
+    def _in_turn(self, stages: Sequence[Sequence[Entry]]) -> Iterator[NamedTensors]:
+        if self.comm.size > 1:
+            return in_turn(stages, self._begin, self._exchange, self.gather)
+        return (self.gather(stage, self.cast(stage))() for stage in stages)  # nothing travels
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[Entry], plan: ShardPlan | None) -> Callable[[], NamedTensors]:
@@ -292,11 +305,10 @@ class Export:
     @torch.no_grad()
     def _begin(self, bucket: Sequence[Entry]) -> tuple[ShardPlan | None, ZerocastError | None]:
         """Plan the cast of ``bucket`` and do what comes before ranks exchange anything; return the
-        plan, if anything is cast, or what this rank alone has found wrong. Collective the first
-        time, and where masters are turned.
+        plan, if anything is cast, or what this rank alone has found wrong. Collective where masters
+        are turned.
         """
-        if self._owners is None:
-            self._owners = EntryOwners([each for each in self.entries if each.shard is not None])
+        assert self._owners is not None
         entries = [with_turned_masters(each) for each in bucket if each.shard is not None]
         attempt, plan = Attempt(), None
         with attempt:
@@ -321,7 +333,7 @@ class Export:
                 held: Any = entry.tensor
                 cast[entry.name] = held.quantized_storage
         parts = {entry.name: entry.tp_shard for entry in bucket if entry.tp_shard is not None}
-        cast |= whole_weights({name: (cast[name], part) for name, part in parts.items()})
+        cast |= whole_weights({name: (cast.pop(name), part) for name, part in parts.items()})
         tensors: NamedTensors = {}
         scales: dict[str, torch.Tensor] = {}
         for entry in bucket:
@@ -336,13 +348,3 @@ class Export:
                     scales[entry.name] = tensor
         check_finite(scales)
         return tensors
-
-
-def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the value of a tensor whole, in ``dtype``, in which it travels; collective where it is
-    sharded.
-    """
-    if isinstance(tensor, QuantizedTensor):
-        return tensor.dequantize(dtype)
-    stored = tensor.detach().to(dtype)
-    return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()

@@ -14,10 +14,10 @@ import torch
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
-from zerocast.export.entries import Entry, own_rows
+from zerocast.export.entries import Entry, own_rows, whole
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.values import check_tensor_scale
-from zerocast.export.weights import Export, whole
+from zerocast.export.weights import Export
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedStorage

@@ -5,6 +5,7 @@ holds the codes and scales of this rank's shards as they were sent last, which t
 compared with. Nothing else is kept, and no copy in high precision.
 """
 
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,13 +86,13 @@ class Refit:
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield every tensor of the checkpoint with its name, whole, in an order that is the same
-        on all ranks; while one bucket is gathered the next is cast, and its gather is under way
+        on all ranks; while one stage is gathered the next is cast, and its gather is under way
         while one is used.
 
         Raises:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
-        for tensors in self.export().buckets():
+        for tensors in self.export().stages():
             while tensors:
                 name = next(iter(tensors))
                 yield name, tensors.pop(name)
@@ -109,8 +110,8 @@ class Refit:
         export = self.export()
         refuse_parts(export)
         check_cuts(export)
-        for bucket in export.plan_buckets():
-            yield from self._cast(export, bucket)[-1]
+        for stage in itertools.chain(*export.plan_stages()):
+            yield from self._cast(export, stage)[-1]
 
     @torch.no_grad()
     def deltas(self, since: int | None = None) -> Iterator[NamedTensor]:
@@ -174,48 +175,53 @@ class Refit:
                 entry.name: self._held[name].values.view(torch.uint8)
                 for name, entry in _codes(export, export.entries).items()
             }
-        for bucket in export.plan_buckets():
-            plan, tensors, pieces = self._cast(export, bucket)
-            codes = _codes(export, bucket)
-            if since is None:
-                tensors = tensors or export.gather(bucket, plan)()
-                found = [[whole_segment(tensors[piece.name])] for piece in pieces]
-                changes = self._hold(pieces, codes)
-            else:
-                noted = {} if plan is None else plan.changes
-                by_stored = {n: noted[e.name] for n, e in codes.items() if e.name in noted}
-                found, changes = self._changes(pieces, by_stored)
-            for piece, segments, change in zip(pieces, found, changes, strict=True):
-                held = self._held[piece.name]
-                held.checksum = (held.checksum + change + 2**63) % 2**64 - 2**63  # an int64
-                yield (
-                    piece.name,
-                    packed(
-                        segments,
-                        since=since,
-                        version=version,
-                        total=held.checksum,
-                        shape=piece.shape,
-                        dtype=piece.values.dtype,
-                    ),
-                )
+        for stage in itertools.chain(*export.plan_stages()):
+            yield from self._deltas_of(export, stage, since, version)
         self.version, self._is_complete = version, True
 
+    def _deltas_of(
+        self, export: Export, stage: Sequence[Entry], since: int | None, version: int
+    ) -> Iterator[NamedTensor]:
+        plan, tensors, pieces = self._cast(export, stage)
+        codes = _codes(export, stage)
+        if since is None:
+            tensors = tensors or export.gather(stage, plan)()
+            found = [[whole_segment(tensors[piece.name])] for piece in pieces]
+            changes = self._hold(pieces, codes)
+        else:
+            noted = {} if plan is None else plan.changes
+            by_stored = {n: noted[e.name] for n, e in codes.items() if e.name in noted}
+            found, changes = self._changes(pieces, by_stored)
+        for piece, segments, change in zip(pieces, found, changes, strict=True):
+            held = self._held[piece.name]
+            held.checksum = (held.checksum + change + 2**63) % 2**64 - 2**63  # an int64
+            yield (
+                piece.name,
+                packed(
+                    segments,
+                    since=since,
+                    version=version,
+                    total=held.checksum,
+                    shape=piece.shape,
+                    dtype=piece.values.dtype,
+                ),
+            )
+
     def _cast(
-        self, export: Export, bucket: Sequence[Entry]
+        self, export: Export, stage: Sequence[Entry]
     ) -> tuple[ShardPlan | None, dict[str, torch.Tensor], list[Piece]]:
-        """Cast a bucket; return its plan, its tensors where they had to be gathered (under tensor
+        """Cast a stage; return its plan, its tensors where they had to be gathered (under tensor
         parallelism), and this rank's pieces of all of them.
         """
-        plan = export.cast(bucket)
+        plan = export.cast(stage)
         if plan is not None and plan.repeats_scales:
             plan.all_gather_scales()
         tensors: dict[str, torch.Tensor] = {}
-        if any(entry.tp_shard is not None for entry in bucket):
-            tensors = export.gather(bucket, plan)()
-        pieces = list(pieces_of(export, bucket, plan, tensors))
+        if any(entry.tp_shard is not None for entry in stage):
+            tensors = export.gather(stage, plan)()
+        pieces = list(pieces_of(export, stage, plan, tensors))
         names = {
-            entry.stored_name(export.dialect.of(entry.name).scales): entry.name for entry in bucket
+            entry.stored_name(export.dialect.of(entry.name).scales): entry.name for entry in stage
         }
         with raising_together(export.comm):  # its owner alone knows the scale of a block
             check_finite({names[p.name]: p.values for p in pieces if p.name in names})
