@@ -364,22 +364,23 @@ ZEROCAST_FN void transpose_lanes(T* x) {
     }
 }
 
-// Two registers end to end, every second element of them: the even ones (FIRST 0) or the odd ones
-// (FIRST 1).
-template <class L, int FIRST, int... I>
-ZEROCAST_FN typename L::Int every_second(typename L::Int a, typename L::Int b, Indices<I...>) {
-    return __builtin_shufflevector(a, b, (2 * I + FIRST)...);
-}
-
-// What `max` makes of all elements of each of WIDTH registers.
+// What `max` makes of all elements of each of WIDTH registers: inside of 128 bits first, as
+// transpose_lanes().
 template <class L, class Max>
 ZEROCAST_FN typename L::Int reduce_each(typename L::Int* x, const Max& max) {
     typedef typename IndicesTo<L::WIDTH>::Type All;
-    for (int n = L::WIDTH / 2; n > 0; n /= 2) {
-        for (int i = 0; i < n; i++) {
-            x[i] = max(every_second<L, 0>(x[2 * i], x[2 * i + 1], All{}),
-                       every_second<L, 1>(x[2 * i], x[2 * i + 1], All{}));
-        }
+    int n = L::WIDTH / 2;
+    for (int i = 0; i < n; i++)
+        x[i] = max(interleaved<L, 1, 0>(x[2 * i], x[2 * i + 1], All{}),
+                   interleaved<L, 1, 1>(x[2 * i], x[2 * i + 1], All{}));
+    n /= 2;
+    for (int i = 0; i < n; i++)
+        x[i] = max(interleaved<L, 2, 0>(x[2 * i], x[2 * i + 1], All{}),
+                   interleaved<L, 2, 1>(x[2 * i], x[2 * i + 1], All{}));
+    while ((n /= 2) > 0) {
+        for (int i = 0; i < n; i++)
+            x[i] = max(every_second_quad<L, 0>(x[2 * i], x[2 * i + 1], All{}),
+                       every_second_quad<L, 1>(x[2 * i], x[2 * i + 1], All{}));
     }
     return x[0];
 }
