@@ -81,6 +81,16 @@ def test_all_reduce_max_is_the_maximum_of_every_element(comm):
 
 
 @on_ranks()
+def test_maxima_of_a_few_numbers(comm):
+    """As those of a tensor, on every rank, of as many as travel with what is called and of more."""
+    for numel in (1, 2, 8, 9):
+        values = [random_elements(numel, torch.int32, r) for r in range(comm.size)]
+        given = values[comm.rank].tolist()
+        assert comm.maxima(given) == torch.stack(values).amax(0).tolist()
+        assert given == values[comm.rank].tolist()
+
+
+@on_ranks()
 def test_nan_as_a_bit_pattern_wins_the_maximum(comm):
     """Amaxes travel as int32: NaN 0x7FC00000 > infinity 0x7F800000 > any finite, on every rank."""
     amax = torch.tensor([1.0, 3e38, 0.0, 1e-45])  # what rank 0 has

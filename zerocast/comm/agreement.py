@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-import torch
-
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.failure import name
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
@@ -162,9 +160,7 @@ def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) 
             raise error
         return votes
     mine = votes if error is None else [_ERROR_VOTE] * len(votes)
-    ballot = torch.tensor(mine, dtype=torch.int32, device="cpu")
-    comm.all_reduce_max_(ballot)
-    highest: list[int] = ballot.tolist()
+    highest = comm.maxima(mine)
     if highest[0] == _ERROR_VOTE:
         raise _common_error(comm, error) from error
     return highest

@@ -49,6 +49,15 @@ class Communicator(ABC):
         """
         self._all_reduce("all_reduce_max_", buffer)
 
+    def maxima(self, numbers: Sequence[int]) -> list[int]:
+        """Return the element-wise maxima over all ranks of a few numbers, int32, as
+        :meth:`all_reduce_max_`.
+        """
+        buffer = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        self.all_reduce_max_(buffer)
+        found: list[int] = buffer.tolist()
+        return found
+
     def all_reduce_sum_(self, buffer: torch.Tensor) -> None:
         """Make ``buffer`` the sum over all ranks, in place.
 

@@ -23,7 +23,7 @@ from zerocast.comm.buffers import Exchange
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
-from zerocast.comm.peers import Begin
+from zerocast.comm.peers import MAXIMA, Begin
 from zerocast.comm.processes import ProcessCommunicator
 from zerocast.errors import BackendError, InputError
 
@@ -111,6 +111,12 @@ class MpiCommunicator(ProcessCommunicator):
 
     def captures(self, device: torch.device) -> bool:
         return False  # MPI is called by the host, at once
+
+    def maxima(self, numbers: Sequence[int]) -> list[int]:
+        if len(numbers) > MAXIMA:
+            return super().maxima(numbers)
+        text = f"all_reduce_max_ on {torch.int32} [{len(numbers)}]"
+        return self._peers.maxima(text, numbers, self.timeout)
 
     def barrier(self) -> None:
         self._start("barrier", lambda: [self._comm.Ibarrier()], None)()

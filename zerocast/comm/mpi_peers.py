@@ -4,10 +4,11 @@ MPI itself has no timeouts, and if ranks call different collectives it waits for
 data. So collectives are begun without blocking. This module waits for them, and meanwhile checks
 the time, interrupts, and what others tell:
 
-- With each collective a rank sends a message of 96 bytes to the next rank: what it calls, and its
+- With each collective a rank sends a message of 128 bytes to the next rank: what it calls, and its
   number in the order of calls. The ring of these messages shows a rank that skips or repeats one,
   before its data are used, and costs no further collective. Before a reduction as many go round as
-  the number of ranks has bits, so that none begins where ranks call different ones.
+  the number of ranks has bits, each time to a rank twice as far away, so that none begins where
+  ranks call different ones. Maxima of a few numbers go round in them, and take no reduction.
 - A rank that gives up, or raises, tells each other rank once. They look for such notices when they
   begin a collective and, while they wait, every millisecond.
 - A process that ends by an exception tells it, too. MPI ends a process only when all processes end,
@@ -21,15 +22,16 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import LEFT, Said
-from zerocast.comm.peers import HEADER, Begin, Call, Peers
+from zerocast.comm.peers import HEADER, MAXIMA, Begin, Call, Peers
 from zerocast.errors import PeerFailedError
 
 if TYPE_CHECKING:
@@ -94,9 +96,7 @@ class MpiPeers(Peers):
         made = self._call(call, timeout)
         with self._failing(made, memory):
             if reduces:
-                self._count = made.count
-                for distance in self._distances:
-                    self._compare(made, *self._send_header(made, distance))
+                self._compare_all(made)
                 requests, header = begin(), None
             else:
                 requests = begin()
@@ -112,20 +112,43 @@ class MpiPeers(Peers):
 
         return wait
 
-    def _send_header(self, made: Call, distance: int) -> tuple[MPI.Request, bytearray, int]:
-        """Send the call's header to the rank ``distance`` further, and begin to receive that of the
-        rank ``distance`` before.
+    def maxima(self, call: str, numbers: Sequence[int], timeout: float) -> list[int]:
+        """Return the largest of all ranks' numbers, place by place, at most :data:`MAXIMA`; raise
+        as :meth:`start`.
         """
-        theirs, tag = bytearray(HEADER), _HEADER_TAG + distance.bit_length()
+        made = self._call(call, timeout)
+        with self._failing(made, None):
+            largest = self._compare_all(made, numbers)
+            self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
+        return largest
+
+    def _compare_all(self, made: Call, numbers: Sequence[int] = ()) -> list[int]:
+        """Raise where any rank calls something else; return the largest of all ranks' numbers."""
+        largest, self._count = [*numbers], made.count
+        for distance in self._distances:
+            header = self._send_header(made, distance, largest)
+            self._compare(made, *header)
+            theirs = struct.unpack_from(f"{len(largest)}i", header[1], HEADER)
+            largest = [*map(max, largest, theirs)]
+        return largest
+
+    def _send_header(
+        self, made: Call, distance: int, numbers: Sequence[int] = ()
+    ) -> tuple[MPI.Request, bytearray, int]:
+        """Send the call's header to the rank ``distance`` further, and begin to receive that of the
+        rank ``distance`` before; each with the ``numbers`` of its rank.
+        """
+        own = made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(4 * MAXIMA)
+        theirs, tag = bytearray(len(own)), _HEADER_TAG + distance.bit_length()
         source, to = (self._rank - distance) % self._size, (self._rank + distance) % self._size
         received = self._comm.Irecv([theirs, self._mpi.BYTE], source, tag)
-        made.requests.append(self._comm.Isend([made.header, self._mpi.BYTE], to, tag))
+        made.requests.append(self._comm.Isend([own, self._mpi.BYTE], to, tag))
         return received, theirs, source
 
     def _compare(self, made: Call, received: MPI.Request, theirs: bytearray, source: int) -> None:
         """Wait for another rank's header, and raise where it is not this rank's."""
         self._until(made, received.Test)
-        self._check_header(made, theirs, source)
+        self._check_header(made, theirs[:HEADER], source)
 
     def _until(self, made: Call, is_done: Callable[[], bool]) -> None:
         """Return when ``is_done``; raise where that cannot be expected any more."""

@@ -33,6 +33,9 @@ Begin: TypeAlias = Callable[[], Sequence[Any]]
 HEADER = 96
 """Bytes by which ranks compare what they call."""
 
+MAXIMA = 8
+"""The most numbers, int32, whose maxima travel with what ranks call."""
+
 
 @dataclass(slots=True)
 class Call:

@@ -21,9 +21,9 @@ from zerocast.comm import buffers
 from zerocast.comm.buffers import Exchange
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import check_timeout
-from zerocast.comm.peers import Begin
+from zerocast.comm.peers import MAXIMA, Begin
 from zerocast.comm.processes import ProcessCommunicator, text_of_reduction
-from zerocast.comm.torch_peers import MAXIMA, TorchPeers, all_gather, set_timeout, timeout_of
+from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
 
 if TYPE_CHECKING:

@@ -28,13 +28,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, Said
-from zerocast.comm.peers import HEADER, Begin, Call, Peers
+from zerocast.comm.peers import HEADER, MAXIMA, Begin, Call, Peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
-
-MAXIMA = 8
-"""The most numbers whose maxima travel with what ranks call."""
 
 _SLICE = timedelta(seconds=0.2)
 _FLAG = "anybody"
