@@ -190,8 +190,10 @@ struct TransposeTarget {
     u8* columnwise_codes;   // of the transposed one
     ScalePlane rowwise;     // neither is stored transposed, nor repeats to the right
     ScalePlane columnwise;  // its scale_inv is null where one scale serves both
+    i64 first;              // the place of the matrix in the whole weight's codes: bytes
+    u64* sum;               // that the digest of `codes` is added to, or null
 };
-static_assert(sizeof(TransposeTarget) == 32 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(TransposeTarget) == 34 * sizeof(i64), "a row that Python writes");
 
 struct DequantizeTarget {
     ScalePlane plane;

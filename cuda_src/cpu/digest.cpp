@@ -2,22 +2,16 @@
 // stage_codes, store_codes: copy codes into the buffer in which they travel, and from there, and
 // add their digest where it is wanted: what passes through the registers anyway is not read again.
 //
-// A thread takes whole rows of keys. A product of a word and a key of 64 bits is two products of 32
-// bits, of which the upper one's sum is shifted into place once a row, so 32 bits of it are enough.
-#include "cpu/column_factors.h"
+// A thread takes whole rows of keys.
 #include "cpu/copies.h"
+#include "cpu/digest_sum.h"
 #include "cpu/launch.h"
-#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
 typedef Native::Int Int;
-typedef Native::Unsigned Unsigned;
-typedef Native::Wide Wide;
-constexpr i64 LINE = 64;  // bytes
-constexpr int REGISTERS = LINE / sizeof(Int);
 
 // Launches of more bytes write past the caches: what they write would not stay there.
 constexpr i64 STREAM_BYTES = 1 << 22;
@@ -29,43 +23,6 @@ u64 digest_bytes(const u8* row, i64 at, i64 end) {
     return total;
 }
 
-// Register by register: a copy of the line may be made by halves of registers, and a load that
-// takes what two stores wrote waits until both have left the core.
-ZEROCAST_FN void load_line(Int* line, const u8* from) {
-    for (int k = 0; k < REGISTERS; k++) {
-        line[k] = Native::load_as<Int>(from + k * sizeof(Int));
-#if defined(__AVX512F__)
-        // Here multiplications and shifts take an operand from memory, and each would read the line
-        // again: 20 MiB at 15 to 20 GB/s instead of 38.
-        asm("" : "+v"(line[k]));
-#endif
-    }
-}
-
-// The sum over lines of a row, before the row's factor: of words with even numbers and of those
-// with odd ones times the lower halves, and of all times the upper ones.
-struct Sum {
-    Wide even, odd;
-    Unsigned high;
-
-    // Adds the line whose first byte is byte `i` of the row.
-    ZEROCAST_FN void add(const Int* line, i64 i) {
-        for (int k = 0; k < REGISTERS; k++) {
-            i64 c = (i >> 2) + k * Native::WIDTH;
-            Wide words = (Wide)line[k], keys = Native::load_as<Wide>(COLUMN_FACTORS.low + c);
-            even += Native::multiply_low(words, keys);
-            odd += Native::multiply_low(words >> 32, keys >> 32);
-            high += (Unsigned)line[k] * Native::load_as<Unsigned>(COLUMN_FACTORS.high + c);
-        }
-    }
-    ZEROCAST_FN u64 total() const {
-        Wide above = (Wide)high, both = even + odd + ((above + (above >> 32)) << 32);
-        u64 total = 0;
-        for (int i = 0; i < Native::WIDTH / 2; i++) total += both[i];
-        return total;
-    }
-};
-
 enum Copying { NONE, CACHED, STREAMED };
 
 // Bytes [at, end) of a row, before its own factor; they are copied to `to`, where the row begins
@@ -74,12 +31,12 @@ template <Copying COPY>
 u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
     i64 head = min_of((at + LINE - 1) / LINE * LINE, end);
     i64 tail = max_of(end / LINE * LINE, head);
-    Sum sum{};
+    DigestSum sum;
     for (i64 i = head; i < tail; i += LINE) {
         __builtin_prefetch(row + i + PREFETCH_AHEAD * 4, 0, 2);  // into L2, as the keys fill L1
-        alignas(LINE) Int line[REGISTERS];
+        alignas(LINE) Int line[LINE_REGISTERS];
         load_line(line, row + i);
-        for (int k = 0; COPY == CACHED && k < REGISTERS; k++)
+        for (int k = 0; COPY == CACHED && k < LINE_REGISTERS; k++)
             Native::store(to + i + k * sizeof(Int), line[k]);
         if (COPY == STREAMED) stream_line(to + i, (const u8*)line);
         sum.add(line, i);
@@ -88,7 +45,7 @@ u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
         __builtin_memcpy(to + at, row + at, head - at);
         __builtin_memcpy(to + tail, row + tail, end - tail);
     }
-    return sum.total() + digest_bytes(row, at, head) + digest_bytes(row, tail, end);
+    return sum_of(sum.parts()) + digest_bytes(row, at, head) + digest_bytes(row, tail, end);
 }
 
 // Bytes [begin, end) of a tensor whose byte `first` stands at `from`, and is copied to `to`.
@@ -113,15 +70,13 @@ void copy_bytes(const u8* from, u8* to, i64 bytes, bool stream) {
         __builtin_memcpy(to, from, i);
         for (; i + LINE <= bytes; i += LINE) {
             __builtin_prefetch(from + i + PREFETCH_AHEAD * 4, 0, 2);
-            alignas(LINE) Int line[REGISTERS];
+            alignas(LINE) Int line[LINE_REGISTERS];
             load_line(line, from + i);
             stream_line(to + i, (const u8*)line);
         }
     }
     __builtin_memcpy(to + i, from + i, bytes - i);
 }
-
-void add_to(u64* sum, u64 total) { __atomic_fetch_add(sum, total, __ATOMIC_RELAXED); }
 
 template <class Target>
 Span span_of(const Target& target, i64) {

@@ -40,6 +40,7 @@ from zerocast.numerics import (
     MXNumerics,
     NVFP4Numerics,
     Rounding,
+    TakenDigest,
     TensorOperand,
 )
 
@@ -66,7 +67,7 @@ def everything() -> TensorOperand:
     return TensorOperand(
         (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
         candidates=candidates, rounding=Rounding(ONE), values=ONE, changes=CHANGES,
-        guess=ONE,
+        guess=ONE, digest=TakenDigest(0, ONE),
     )  # fmt: skip
 
 

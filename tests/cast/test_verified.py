@@ -470,8 +470,8 @@ class DamagedCopy(RecordingCommunicator):
 def test_what_is_gathered_in_place_is_read_while_it_is_copied(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By threads, which copy large codes from each other: each byte once, in the same memory or in
-    other; and what a rank copies wrongly is found.
+    """By threads, which copy large codes from each other, or as derived copies are made of them:
+    each byte once, in the same memory or in other; and what a rank copies wrongly is found.
     """
     monkeypatch.chdir(tmp_path)
     master = draw_values("normal", 1 << 18, 0).chunk(4)
@@ -484,7 +484,8 @@ def test_what_is_gathered_in_place_is_read_while_it_is_copied(
         for turn in range(3):
             plan.cast()
             plan.all_gather()
-            taken = [digests for gather in plan._gathers for digests in gather.copied]
+            taken = [*plan._prepared.steps.rebuilt]
+            taken += [digests for gather in plan._gathers for digests in gather.copied]
             sizes = [buffers[gather._plane].numel() for gather in plan._gathers]
             ranges = [each for digests in taken for each in digests.ranges if each]
             assert sum(end - first for _, first, end in ranges) == sum(sizes)

@@ -58,6 +58,7 @@ class CpuBackend(ReferenceBackend):
     name = "cpu"
     notes_changes = True
     guesses_amaxes = True
+    digests_transposed = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()

@@ -269,6 +269,7 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
         address(second.codes),
         *plane_fields(first, address),
         *plane_fields(second, address),
+        *((operand.digest.first, address(operand.digest.sum)) if operand.digest else (0, 0)),
     ]
 
 

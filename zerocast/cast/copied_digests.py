@@ -4,12 +4,14 @@ What ranks compare has to be read, and reading it once more from memory takes as
 a small cast and its gather. A gather that copies what a rank sends into a buffer, and what all have
 sent out of it, has every byte in a register on the way: a digest taken there costs next to nothing.
 So has a gather of threads, which copy large codes from each other where these stay, and find in a
-cache what another is copying just now. What other transports write there is read from memory.
+cache what another is copying just now. What other transports write there is read from memory, but
+for what derived copies are made of (:class:`zerocast.tensors.post_gather.Rebuild`).
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,32 +20,26 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.backends.launches import nothing
 from zerocast.numerics import CodeCopy, DigestedBytes, LaunchOn
+from zerocast.tensors.digest import TakenDigests
 
 
-class CopiedDigests:
+class CopiedDigests(TakenDigests):
     """A launch that copies codes, with the digests of those copies that have a ``first``.
 
     Args:
         copies: what is copied, on the host.
         prepare: makes the launch, given the sums that digests are added to.
-
-    Attributes:
-        ranges: for each copy the address of its weight's codes, and the first byte and the end of
-            what is copied of them; None where no digest is taken.
-        sums: int64 [len(ranges)]: the digests, of the latest copy.
     """
 
     def __init__(
         self, copies: Sequence[CodeCopy], prepare: Callable[[torch.Tensor], LaunchOn]
     ) -> None:
-        self.ranges = [
+        super().__init__([
             None
             if copy.first is None
             else (copy.codes.data_ptr() - copy.first, copy.first, copy.first + len(copy.codes))
             for copy in copies
-        ]
-        with torch.inference_mode(False):
-            self.sums = torch.zeros(len(copies), dtype=torch.int64, device="cpu")
+        ])  # fmt: skip
         self._launch = prepare(self.sums)
 
     def __call__(self, buffer: torch.Tensor) -> None:
@@ -107,47 +103,43 @@ class HeldDigests:
 
     def __init__(self) -> None:
         self._addresses: list[int] | None = None
-        self._copied: list[CopiedDigests] = []
+        self._taken: list[TakenDigests] = []
 
     def of(
-        self, tensors: Sequence[torch.Tensor], copied: Sequence[CopiedDigests] = ()
+        self, tensors: Sequence[torch.Tensor], taken: Sequence[TakenDigests] = ()
     ) -> torch.Tensor:
         """int64 [len(tensors)], on the CPU and until the next call: for each of ``tensors``,
-        contiguous, on one device and at least one, its digest. What was ``copied`` of them, just
-        now, is not read again.
+        contiguous, on one device and at least one, its digest. What was ``taken``, just now,
+        is not read again.
         """
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-        if addresses != self._addresses or not _are_same(copied, self._copied):
-            self._prepare(tensors, copied)
+        if addresses != self._addresses or not _are_same(taken, self._taken):
+            self._prepare(tensors, taken)
             self._addresses = addresses
         self._sums.zero_()
         self._launch()
-        parts = torch.cat([self._sums.cpu(), *self._copied_sums])
+        parts = torch.cat([self._sums.cpu(), *self._taken_sums])
         self._all_numbers.zero_().index_add_(0, self._places, parts)
         return self._numbers
 
-    def _prepare(self, tensors: Sequence[torch.Tensor], copied: Sequence[CopiedDigests]) -> None:
-        """Find what is left to be read beside what is ``copied``."""
+    def _prepare(self, tensors: Sequence[torch.Tensor], taken: Sequence[TakenDigests]) -> None:
+        """Find what is left to be read beside what is ``taken``."""
         flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
         place_of = {tensor.data_ptr(): i for i, tensor in enumerate(flat) if len(tensor)}
-        self._copied, self._copied_sums = list(copied), [each.sums for each in copied]
-        of_copied = [
-            [None if each is None else place_of.get(each[0]) for each in launch.ranges]
-            for launch in copied
-        ]
+        self._taken, self._taken_sums = list(taken), [each.sums for each in taken]
         known: list[list[tuple[int, int]]] = [[] for _ in flat]
-        for launch, places in zip(copied, of_copied, strict=True):
-            for each, place in zip(launch.ranges, places, strict=True):
-                if each is not None and place is not None:
-                    known[place].append(each[1:])
+        taken_of = []
+        for each in (each for launch in taken for each in launch.ranges):
+            at = None if each is None else place_of.get(each[0])
+            # The last of the numbers is the sum of what is of no tensor, or was taken before.
+            is_new = each is not None and at is not None and _insert(each[1:], known[at])
+            taken_of.append(at if is_new else len(flat))
         left = [
             (i, DigestedBytes(tensor[begin:end], begin))
             for i, (tensor, ranges) in enumerate(zip(flat, known, strict=True))
-            for begin, end in _between(sorted(ranges), len(tensor))
+            for begin, end in _between(ranges, len(tensor))
         ]
-        # The last of the numbers is the sum of what belongs to no tensor.
-        copied_to = [len(flat) if at is None else at for each in of_copied for at in each]
-        all_places = [at for at, _ in left] + copied_to
+        all_places = [at for at, _ in left] + taken_of
         with torch.inference_mode(False):
             self._places = torch.tensor(all_places, dtype=torch.int64, device="cpu")
             self._all_numbers = torch.zeros(len(flat) + 1, dtype=torch.int64, device="cpu")
@@ -160,6 +152,15 @@ def _between(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, in
     """What is left of ``size`` bytes outside of ``ranges``, which are in order."""
     begins, ends = [0, *(end for _, end in ranges)], [*(begin for begin, _ in ranges), size]
     return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+
+def _insert(new: tuple[int, int], ranges: list[tuple[int, int]]) -> bool:
+    """Insert a range among others in their order, but where it overlaps one; return whether."""
+    at = bisect(ranges, new)
+    if any(begin < new[1] and new[0] < end for begin, end in ranges[max(0, at - 1) : at + 1]):
+        return False
+    ranges.insert(at, new)
+    return True
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

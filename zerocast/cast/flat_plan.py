@@ -29,6 +29,8 @@ import torch
 from zerocast.cast.plan import CastPlan
 from zerocast.layout import round_up
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.digest import TakenDigests
+from zerocast.untraced import untraced
 
 ALIGNMENT = 256
 """Bytes between the places of tensors in an allocation: no less than torch's own alignment."""
@@ -43,6 +45,13 @@ class FlatPlan(CastPlan):
     def casts(self) -> int:
         """The number of casts that have written weights: all of their writes but others'."""
         return self._version.ticks
+
+    @untraced
+    def rebuild_copies(self) -> Sequence[TakenDigests]:
+        """:meth:`post_all_gather_processing`; return the digests of codes that it took, for
+        :meth:`verify`.
+        """
+        return self._rebuild_copies()
 
 
 def allocate_together(

@@ -168,6 +168,11 @@ class CodeGather:
             self._seen = one_of_each_storage(self._seen)
             self._addresses = []  # they say too little of what was replaced
 
+    def are_in(self, read: Mapping[int, int]) -> bool:
+        """Whether all of the weights' codes are read by others: as many bytes, by address."""
+        sizes = [(codes, codes.numel()) for codes in self._codes if codes is not None]
+        return all(read.get(codes.data_ptr(), 0) == size for codes, size in sizes)
+
     @property
     def lacks_codes(self) -> bool:
         """Whether a weight holds no codes to receive the gathered ones."""

@@ -24,7 +24,6 @@ from zerocast.cast.consistency import (
     raise_in_all,
     tp_shards_by_group,
 )
-from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
 from zerocast.cast.gather import CodeGather, require_codes
@@ -37,6 +36,7 @@ from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor
+from zerocast.tensors.digest import TakenDigests
 from zerocast.untraced import untraced
 
 _run_untraced = untraced(lambda step: step())
@@ -220,18 +220,17 @@ class CastPlan:
             self._prepared.start_scales()()
             self._version.has_scales = True
             self.end_writing("all-gather")
-            self._prepared.rebuild_copies()
-            self._version.mark_rebuilt()
+            rebuilt = self._rebuild_copies()
             copied = [digests for each in self._gathers for digests in each.copied]
-            self._verification.check(self.step, copied)
+            self._verification.check(self.step, [*rebuilt, *copied])
 
     @untraced
-    def verify(self, copied: Sequence[CopiedDigests] = ()) -> None:
+    def verify(self, taken: Sequence[TakenDigests] = ()) -> None:
         """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves.
-        What has just been ``copied`` is not read again.
+        What digests have just been ``taken`` of is not read again.
         """
         with announcing(self._comms):
-            self._verification.check(self.step, copied)
+            self._verification.check(self.step, taken)
 
     @untraced
     def all_gather_scales(self) -> None:
@@ -243,8 +242,7 @@ class CastPlan:
     @untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
-        self._prepared.rebuild_copies()
-        self._version.mark_rebuilt()
+        self._rebuild_copies()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
         """Let ``module`` rebuild the stale derived copies of its weights in this plan before its
@@ -319,6 +317,11 @@ class CastPlan:
     def _partial_cast(self) -> None:
         self._prepared.steps.run("partial_cast")
         self._version.end("cast")
+
+    def _rebuild_copies(self) -> Sequence[TakenDigests]:
+        taken = self._prepared.rebuild_copies()
+        self._version.mark_rebuilt()
+        return taken
 
     # --- planning ---
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -39,6 +40,7 @@ from zerocast.tensors import (
     rebuild_derived,
 )
 from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.digest import TakenDigests
 
 
 @contextmanager
@@ -110,7 +112,7 @@ class PreparedCast:
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
-        self._is_in_graph = False
+        self._is_in_graph = self._takes_digests = False
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self._check_overlap(master_weights)
         self.bind(master_weights)
@@ -167,10 +169,19 @@ class PreparedCast:
             finally:
                 self.bind([None] * len(self._specs))
 
-    def take_digests(self, takes: bool) -> None:
-        """Let the gathers take digests of what they store, or not."""
+    def take_digests(self) -> None:
+        """Let digests be taken of codes on their way: of all that derived copies are made of, as
+        these are, and by gathers of others, as they are stored.
+        """
+        self._takes_digests = True
+        self.steps.take_digests(self._matrices.weights())
+        read = Counter[int]()
+        for begin, first, end in filter(
+            None, (r for each in self.steps.rebuilt for r in each.ranges)
+        ):
+            read[begin] += end - first
         for gather in self._collectives.code_gathers:
-            gather.takes_digests = takes
+            gather.takes_digests = not gather.are_in(read)
 
     def divide(self, stages: Sequence[Sequence[int]]) -> None:
         """Let each of ``stages``, places of weights, be cast by itself."""
@@ -216,13 +227,16 @@ class PreparedCast:
         self.steps.run("expand_scales")
 
     @alone()
-    def rebuild_copies(self) -> None:
-        """Rebuild the derived copies of all weights from their gathered codes."""
+    def rebuild_copies(self) -> Sequence[TakenDigests]:
+        """Rebuild the derived copies of all weights from their gathered codes; return the digests
+        that were taken of these.
+        """
         if self.addresses.hold_other_copies():  # as functional calls do; the next cast is refused
             rebuild_derived(spec.storage for spec in self._specs)
-            return
+            return []
         self.follow_moves()
         self.steps.run("transpose")
+        return self.steps.rebuilt
 
     # --- the first step of a cast ---
 
@@ -320,6 +334,8 @@ class PreparedCast:
             compact=self._collectives.compact,
             stages=self._stages,
         )
+        if self._takes_digests:
+            self.steps.take_digests(self._matrices.weights())
 
 
 def _try_function(storage: QuantizedStorage) -> bool:

@@ -7,10 +7,11 @@ the step: one all-reduce of two integers. It sees whatever makes the bytes of on
 those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
 stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
 step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
-gathered it. Copies that each rank derives for itself are not compared. On a CPU, the digest of what
-an all-gather copies into a buffer and out of it is taken from the registers that it passes through
-(:mod:`zerocast.cast.copied_digests`): a byte that changes after it was copied and before the ranks
-compare is found by the next comparison that reads it from memory, not by this one.
+gathered it. Copies that each rank derives for itself are not compared. On a CPU, a digest is taken
+from registers through which codes pass anyway, after they were gathered as derived copies are made
+of them (:class:`zerocast.tensors.post_gather.Rebuild`), or as an all-gather copies them
+(:mod:`zerocast.cast.copied_digests`): a byte that changes after that and before the ranks compare
+is found by the next comparison that reads it from memory, not by this one.
 
 ``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
 the number of the step): the ranks gather its masters, each casts it whole by the reference, and
@@ -40,7 +41,7 @@ import torch
 from zerocast.arguments import check_choice, why_no_memory
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
-from zerocast.cast.copied_digests import CopiedDigests, HeldDigests
+from zerocast.cast.copied_digests import HeldDigests
 from zerocast.cast.fault_file import write_fault
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import ShardSpec
@@ -57,6 +58,7 @@ from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.digest import TakenDigests
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 
@@ -100,9 +102,9 @@ class Verification:
         # What is compared, while no buffer of any weight is another tensor.
         self._version, self._tensors = -1, dict[Communicator, list[torch.Tensor]]()
 
-    def check(self, step: int, copied: Sequence[CopiedDigests] = ()) -> None:
-        """Compare, in step number ``step``; nothing where the mode is "off". What was ``copied``
-        just now is not read again.
+    def check(self, step: int, taken: Sequence[TakenDigests] = ()) -> None:
+        """Compare, in step number ``step``; nothing where the mode is "off". What digests
+        were ``taken`` of just now is not read again.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph.
@@ -120,7 +122,7 @@ class Verification:
         votes = [(comm, 1 + step % _MOST) for comm in self._tp_comms]
         attempt = Attempt()
         with attempt:
-            numbers = {comm: self._numbers(comm, copied) for comm in self._weights}
+            numbers = {comm: self._numbers(comm, taken) for comm in self._weights}
             votes += [(comm, _vote(step, numbers[comm])) for comm in self._weights]
         if attempt.error is not None:
             votes = [(comm, 0) for comm in self._comms]
@@ -131,7 +133,7 @@ class Verification:
 
     # --- digests ---
 
-    def _numbers(self, comm: Communicator, copied: Sequence[CopiedDigests]) -> torch.Tensor:
+    def _numbers(self, comm: Communicator, taken: Sequence[TakenDigests]) -> torch.Tensor:
         """The digests of all buffers, weight by weight."""
         if self._version != (version := QuantizedStorage.buffers_version):
             self._tensors = {
@@ -140,8 +142,8 @@ class Verification:
             }
             self._version = version
         tensors = self._tensors[comm]
-        digests = self._digests[comm][bool(copied)]
-        return digests.of(tensors, copied) if tensors else _NO_NUMBERS
+        digests = self._digests[comm][bool(taken)]
+        return digests.of(tensors, taken) if tensors else _NO_NUMBERS
 
     def _explain(self, step: int, numbers: Mapping[Communicator, torch.Tensor]) -> None:
         """Raise what differs between ranks."""
@@ -246,7 +248,8 @@ def verification_of(
         tp_comms: the groups that hold tensor-parallel shards.
     """
     weights: dict[Communicator, list[HeldWeight]] = {comm: [] for comm in members}
-    prepared.take_digests(mode != "off")
+    if mode != "off":
+        prepared.take_digests()
     for comm, places in members.items() if mode != "off" else ():
         for at, i in enumerate(places):
             each = specs[i]

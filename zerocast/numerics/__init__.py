@@ -62,5 +62,6 @@ from zerocast.numerics.operands import (
     PlaneBuffers,
     Rounding,
     SharedByte,
+    TakenDigest,
     TensorOperand,
 )

@@ -48,6 +48,8 @@ class Backend(Protocol):
     """Whether its casts fill :attr:`TensorOperand.changes`."""
     guesses_amaxes: bool
     """Whether its updates write codes under :attr:`TensorOperand.guess`."""
+    digests_transposed: bool
+    """Whether its transposes take :attr:`TensorOperand.digest` of the codes that they read."""
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast
@@ -114,7 +116,8 @@ class Backend(Protocol):
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make codes and scales of the second plane, which is derived, from the gathered ones of
-        the first; padding included. Without ``scale_inv`` of its own one scale serves both.
+        the first; padding included. Without ``scale_inv`` of its own one scale serves both. Add to
+        ``digest``, where there is one, that of the codes.
         """
 
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:

@@ -264,6 +264,20 @@ class DigestedBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenDigest:
+    """The digest of a matrix's codes, which a launch takes that reads them anyway.
+
+    Attributes:
+        first: the place of the first byte in the whole weight's codes, a multiple of 64, as rows of
+            the matrix have to be.
+        sum: int64 [1] on the codes' device, to which it is added.
+    """
+
+    first: int
+    sum: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TensorOperand:
     """One tensor as one rank sees it: what every operation of a cast works on.
 
@@ -301,6 +315,8 @@ class TensorOperand:
             latest cast. Where the first is not the tensor amax after all,
             :meth:`Backend.partial_cast` writes all codes. Only where the backend
             :attr:`~Backend.guesses_amaxes`.
+        digest: that of the first plane's codes, where :meth:`Backend.transpose` takes it. Only
+            where the backend :attr:`~Backend.digests_transposed`.
     """
 
     planes: tuple[PlaneBuffers, ...]
@@ -318,6 +334,7 @@ class TensorOperand:
     whole: Extent = NOTHING
     changes: Changes | None = None
     guess: torch.Tensor | None = None
+    digest: TakenDigest | None = None
 
     @property
     def grid(self) -> BlockGrid:

@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 
-from zerocast.cast.copied_digests import CopiedDigests
 from zerocast.cast.flat_plan import FlatPlan
 from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.adamw import FusedAdamW
 from zerocast.optim.shards import ShardedWeights
+from zerocast.tensors.digest import TakenDigests
 from zerocast.tensors.storage import counted_by_torch
 
 _GATHER = "all-gather"
@@ -52,7 +52,7 @@ class Publication:
         self._plan: FlatPlan | None = None
         self._written: list[torch.Tensor] = []  # of which torch counts the writes
         self._verified = 0  # the cast that was compared last
-        self._copied: list[CopiedDigests] = []  # since then
+        self._taken: list[TakenDigests] = []  # since then
         self._staged: StagedCast | None = None
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
@@ -113,7 +113,7 @@ class Publication:
             phases["all_gather"] = self._all_gather
         # Where uses of the weights wait for codes, that wait does it.
         if self._plan is not None and not self._shards.overlaps:
-            phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
+            phases["post_all_gather_processing"] = self._rebuild_copies
         return phases
 
     def _cast_and_all_gather(self, staged: StagedCast) -> None:
@@ -139,8 +139,8 @@ class Publication:
         Collective where it has not been done.
         """
         if self._plan is not None and self._verified != self._plan.step:
-            copied, self._copied = self._copied, []
-            self._plan.verify(copied)
+            taken, self._taken = self._taken, []
+            self._plan.verify(taken)
             self._verified = self._plan.step  # not where ranks differ: the next call raises again
 
     def _compute_scale(self, compute_scale: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ class Publication:
         compute_scale()
 
     def _all_gather(self) -> None:
-        self._copied = self._shards.all_gather()
+        self._taken = [*self._shards.all_gather()]
         # What fails of these, every use of a weight raises, also of one that comes after it. After
         # an interrupt, which no use should raise again, the all-gather has not ended.
         late = iter([bucket for bucket in self._shards.buckets if bucket.pending is not None])
@@ -166,6 +166,11 @@ class Publication:
             self._plan.end_writing(_GATHER)
         if failure is not None:
             raise failure
+
+    def _rebuild_copies(self) -> None:
+        assert self._plan is not None, "it is a step of the plan"
+        rebuilt = self._plan.rebuild_copies()
+        self._taken = self._taken or [*rebuilt]  # but for what threads have read as they copied it
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -40,7 +41,8 @@ from zerocast.numerics import (
     TensorOperand,
 )
 from zerocast.recipes import Recipe
-from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild
+from zerocast.tensors.digest import TakenDigests
+from zerocast.tensors.post_gather import Rebuild, prepare_expansion, prepare_rebuild
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_operands import OwnScales, scale_operand
 
@@ -110,15 +112,28 @@ class CastSteps:
                 by_stage.setdefault(stage_of.get(i, 0), []).append(operands[i][1])
             scaled = [scale_operand(operands[i][1], own_scales.get(i, {})) for i in alike]
             self._prepare(recipe, cast, by_stage, scaled)
-        storages = [storage for storage, _ in operands]
+        self._storages = storages = [storage for storage, _ in operands]
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
-        self._launches["transpose"] = prepare_rebuild(storages, backend, dict(operands))
+        self._prepare_rebuild = partial(prepare_rebuild, storages, backend, dict(operands))
+        self._launches["transpose"] = self._prepare_rebuild()
 
     def run(self, *steps: str) -> None:
         """Launch the operations of ``steps``."""
         for step in steps:
             for launch in self._launches[step]:
                 launch()
+
+    def take_digests(self, weights: Sequence[QuantizedStorage]) -> None:
+        """Let the step ``transpose`` take digests of the codes that it reads, where it can: by
+        place the weight that it is of.
+        """
+        digested = dict(zip(self._storages, weights, strict=True))
+        self._launches["transpose"] = self._prepare_rebuild(digested=digested)
+
+    @property
+    def rebuilt(self) -> Sequence[TakenDigests]:
+        """The digests that the latest step ``transpose`` has taken."""
+        return [each for each in self._launches["transpose"] if isinstance(each, Rebuild)]
 
     def update(self, updates: Sequence[AdamWUpdate | None], *, guessing: bool = True) -> None:
         """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. It

@@ -16,6 +16,23 @@ from zerocast.backends import backend_for
 from zerocast.numerics import DigestedBytes
 
 
+class TakenDigests:
+    """Digests that a launch takes of bytes that it reads anyway.
+
+    Args:
+        ranges: for each the address of its tensor, and of the bytes of this the first and the end;
+            None where no digest is taken.
+
+    Attributes:
+        sums: int64 [len(ranges)], on the CPU: the digests, of the latest launch.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int, int] | None]) -> None:
+        self.ranges = ranges
+        with torch.inference_mode(False):
+            self.sums = torch.zeros(len(ranges), dtype=torch.int64, device="cpu")
+
+
 def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the digest of ``tensor``, a plain tensor of any dtype: int64 [] on its device. It is
     that of the bytes in the order of elements, the first of which is element ``start`` of the whole

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.numerics import Backend, Launch, TensorOperand
+from zerocast.numerics import Backend, Launch, Numerics, TakenDigest, TensorOperand
 from zerocast.recipes import Recipe
+from zerocast.tensors.digest import TakenDigests
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_operands import expand_operand, tensor_operand
 
@@ -32,12 +34,15 @@ def prepare_rebuild(
     storages: Iterable[QuantizedStorage],
     backend: Backend | None = None,
     cast: Mapping[QuantizedStorage, TensorOperand] = MappingProxyType({}),
+    *,
+    digested: Mapping[QuantizedStorage, QuantizedStorage] = MappingProxyType({}),
 ) -> list[Launch]:
     """Return the launches that make the derived copies of weights as long as their buffers stay
     where they are: one for each recipe and device, by ``backend`` or the device's own.
 
     Operands in ``cast`` are used where they hold the same codes, that is unless the cast writes
-    codes elsewhere.
+    codes elsewhere. ``digested``: by each of the weights the one whose matrix it is, or itself: of
+    these, launches on a CPU that can take digests of the codes that they read are :class:`Rebuild`.
 
     Afterwards call :meth:`Writes.mark_rebuilt`.
     """
@@ -52,12 +57,47 @@ def prepare_rebuild(
     for storage in storages:
         if storage.derived_names:
             groups.setdefault((storage.recipe, storage.device), []).append(storage)
-    return [
-        (backend or backend_for(device)).transpose(
-            recipe.numerics, [operand_of(each) for stack in group for each in stack.matrices]
-        )
-        for (recipe, device), group in groups.items()
-    ]
+    launches: list[Launch] = []
+    for (recipe, device), group in groups.items():
+        by, numerics = backend or backend_for(device), recipe.numerics
+        operands = [operand_of(each) for stack in group for each in stack.matrices]
+        if digested and by.digests_transposed and device.type == "cpu":
+            launches.append(Rebuild(by, numerics, operands, [digested[each] for each in group]))
+        else:
+            launches.append(by.transpose(numerics, operands))
+    return launches
+
+
+class Rebuild(TakenDigests):
+    """The launch that makes the derived copies of matrices, with the digests of their codes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        numerics: Numerics,
+        operands: Sequence[TensorOperand],
+        weights: Sequence[QuantizedStorage],
+    ) -> None:
+        super().__init__(list(map(_digested, operands, weights)))
+        given = [
+            replace(operand, digest=TakenDigest(place[1], total)) if place else operand
+            for operand, place, total in zip(operands, self.ranges, self.sums.split(1), strict=True)
+        ]
+        self._launch = backend.transpose(numerics, given)
+
+    def __call__(self) -> None:
+        self.sums.zero_()
+        self._launch()
+
+
+def _digested(operand: TensorOperand, weight: QuantizedStorage) -> tuple[int, int, int] | None:
+    """What a matrix has of a weight's codes, where its rows are whole lines of a digest."""
+    codes, whole = operand.planes[0].codes, weight.buffers["rowwise_data"].data_ptr()
+    assert codes is not None
+    first, size = codes.data_ptr() - whole, codes.numel()
+    if not size or first % 64 or size % (64 * operand.grid.rows):
+        return None
+    return whole, first, first + size
 
 
 def prepare_expansion(
