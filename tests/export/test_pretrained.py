@@ -106,15 +106,13 @@ def test_trained_bytes_are_saved_as_they_are(tmp_path, name, recipe):
 
 
 @pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/nvfp4"])
-@pytest.mark.parametrize("a_file", [2, 8])
+@pytest.mark.parametrize("a_file", [1, 2, 8])
 def test_a_rank_holds_two_buckets(tmp_path, name, a_file):
     """And that does not grow with the model, of 24 or 48 layers, beside the model and its masters,
-    of which a ZeroOptimizer's rank has whole layers. Where a file has so few layers that what is
-    on the way is half of it, that may be more: what was cast of two, and the amaxes of one. No copy
-    is made for the file.
+    of which a ZeroOptimizer's rank has whole layers, one, two or eight a file. No copy is made for
+    the file.
     """
     shape, peaks, recipe = (512, 512), {}, DIALECTS[name].recipe
-    (plane,) = recipe.planes(shape, columnwise=False)
     codes = a_file * shape[0] * shape[1] * recipe.numerics.fmt.bits // 8
     for layers in (24, 48):
         folder = tmp_path / str(layers)
@@ -131,9 +129,9 @@ def test_a_rank_holds_two_buckets(tmp_path, name, a_file):
         peaks[layers] = max(run_ranks("in_process", 4, run))
         files = [file.stat().st_size for file in folder.glob("*.safetensors")]
         assert len(files) == layers // a_file
-    assert peaks[48] <= 1.05 * peaks[24]
-    few = 2 * max(files) + 2 * 4 * plane.grid.num_blocks + max(files) - codes
-    assert peaks[24] <= 2 * max(files) + (few if a_file == 2 else 0)
+    shared = max(files) - codes  # scales that threads gather are one's until all have copied them
+    assert peaks[48] <= 1.05 * peaks[24] + shared
+    assert max(peaks.values()) <= 2 * max(files)
 
 
 def test_masters_are_rounded_to_the_dtype_that_is_given(tmp_path):

@@ -37,6 +37,7 @@ def test_stages_keep_the_order_and_what_shares_an_amax(seed, keeps_bucket):
     for bucket in in_buckets(drawn(seed), 500):
         shares = dict.fromkeys((entry.name for entry in bucket), 0.0)
         stages = in_stages(bucket, 500, shares, keeps_bucket=keeps_bucket)
+        stages = [stage.entries for stage in stages]
         assert [entry for stage in stages for entry in stage] == bucket
         groups = [{each.amax_group for each in stage} - {None} for stage in stages]
         assert sum(map(len, groups)) == len(set().union(*groups))

@@ -279,7 +279,7 @@ class CodeGather:
         for chunk in self._chunks:
             if chunk.rank == self._comm.rank:
                 codes = self._specs[chunk.weight].own_codes(self._plane)
-                if codes is not None:
+                if codes is not None and not self._lies_in_place(codes, chunk):
                     copies.append(CodeCopy(codes, chunk.staged.start))
                     continue
                 if self._in_place is not None:
@@ -291,6 +291,12 @@ class CodeGather:
                         whole = self._flat(chunk.weight)[begin:end]
                         copies.append(CodeCopy(whole, chunk.staged.start + begin - ends[0], place))
         return copies
+
+    def _lies_in_place(self, codes: torch.Tensor, chunk: _Chunk) -> bool:
+        """Whether what was cast elsewhere has been cast where it is gathered."""
+        if self._in_place is None:
+            return False
+        return codes.data_ptr() == self._flat(chunk.weight).data_ptr() + chunk.first
 
     def _received(self) -> tuple[list[CodeCopy], list[SharedByte]]:
         """What is stored of the staging buffer: whole bytes, and bytes that two chunks share, in

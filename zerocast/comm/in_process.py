@@ -128,6 +128,7 @@ class InProcessCommunicator(Communicator):
                 copies[rank](theirs)
             elif rank != self.rank:  # nobody writes the part that others read
                 parts[rank].copy_(theirs.split(chunks)[rank])
+            del theirs  # its rank may let go of it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -143,6 +144,7 @@ class InProcessCommunicator(Communicator):
         call = _Call(("all_to_all",), (flat, takes, gives))
         given = self._rendezvous(call, _fitting)
         arrived = torch.cat([theirs.split(sizes)[self.rank] for theirs, _, sizes in given])
+        del given  # as above
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
         out.copy_(arrived)
         return nothing_to_wait_for
@@ -225,6 +227,7 @@ class InProcessCommunicator(Communicator):
         call = _Call(signature, flat)
         result, tensors = self._rendezvous(call, begin)
         fill(result, tensors)
+        del tensors  # as above
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
         return result
 

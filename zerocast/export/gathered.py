@@ -18,17 +18,13 @@ from zerocast.tensors.weight_operands import OwnScales
 
 ONE_BY_ONE_FROM = 1 << 20
 """Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
-collective more takes less time than copying them would."""
+collective more takes less time than copying them would. So is the largest of a plan."""
 
 
-def allocate_codes(
-    weights: Iterable[QuantizedStorage], device: torch.device, *, one_by_one: bool
-) -> None:
-    """Allocate the whole codes, all of which a gather writes, of the weights that are gathered one
-    by one, or of the others.
-    """
+def allocate_codes(weights: Iterable[QuantizedStorage], device: torch.device) -> None:
+    """Allocate the whole codes, all of which a gather writes, of the weights that have none."""
     for weight in weights:
-        if (weight.shape.numel() >= ONE_BY_ONE_FROM) == one_by_one:
+        if weight.planes[0].codes_name not in weight.buffers:
             name = weight.planes[0].codes_name
             codes = weight.form.buffers[name]
             weight.buffers[name] = torch.empty(codes.shape, dtype=codes.dtype, device=device)

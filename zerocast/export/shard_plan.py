@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -87,8 +88,6 @@ class ShardPlan(CastPlan):
             where the backend notes them and there is one matrix, else ``own`` is other memory.
     """
 
-    _one_by_one_from = ONE_BY_ONE_FROM
-
     def __init__(
         self,
         entries: Sequence[Entry],
@@ -119,6 +118,8 @@ class ShardPlan(CastPlan):
                 self._scales[entry.name] = scales
             shards.append(shard)
         self._comm_of = [shard.comm for shard in shards]
+        sizes = [storage.shape.numel() for storage in self.storages.values()]
+        self._one_by_one_from = min(ONE_BY_ONE_FROM, max(sizes))
         super().__init__(
             [QuantizedTensor(storage) for storage in self.storages.values()],
             [shard.values for shard in shards],
@@ -203,7 +204,7 @@ class ShardPlan(CastPlan):
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
         """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
         returns the weights by name, whole. It holds nothing of this plan, whose codes and scales
-        have been copied.
+        have been copied, but those codes that are a whole weight's.
         """
         whole = {
             name: QuantizedStorage(
@@ -211,14 +212,21 @@ class ShardPlan(CastPlan):
             )
             for name, each in self.storages.items()
         }
+        for name, weight in whole.items():
+            codes, own = weight.form.buffers[weight.planes[0].codes_name], self.own[name]
+            if len(own) == math.prod(codes.shape):  # this rank has cast all of them
+                weight.buffers[weight.planes[0].codes_name] = own.view(codes.shape)
         device = self._device
-        allocate_codes(whole.values(), device, one_by_one=True)  # where they are received
+        allocate_codes(
+            [each for each in whole.values() if each.shape.numel() >= self._one_by_one_from],
+            device,
+        )  # where they are received
         waits = [gather.start_into(whole) for gather in self._gathers]
         self._gathers = []  # each holds what it receives
         waits += self._start_scales(whole)
 
         def finish() -> dict[str, QuantizedStorage]:
-            allocate_codes(whole.values(), device, one_by_one=False)
+            allocate_codes(whole.values(), device)
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
             found = dict(whole)

@@ -9,12 +9,13 @@ no more than another bucket, on the rank that owns most; or, where stages are us
 which that and the one that is used are no more than two. So a rank holds its shards and two
 buckets. Stages are few where each rank owns little: every one is planned anew.
 
-A stage has one tensor at least, and all that share a tensor amax. One that does not fit is a stage
-by itself, and exceeds the bound.
+A stage has one tensor at least, and all that share a tensor amax. One that does not fit beside
+others goes alone: nothing else is on the way while it is cast, gathered and used.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,19 @@ from zerocast.export.shard_plan import ShardPlan
 
 NamedTensors = dict[str, torch.Tensor]
 """Tensors of a checkpoint by their names."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What ranks cast and gather at once.
+
+    Attributes:
+        entries: what it consists of, in order.
+        goes_alone: whether a rank has no room for another stage beside it.
+    """
+
+    entries: list[Entry]
+    goes_alone: bool
 
 
 def in_buckets(entries: Iterable[Entry], num_bytes: int) -> list[list[Entry]]:
@@ -62,8 +76,8 @@ def largest_shares(comm: Communicator, entries: Iterable[Entry]) -> dict[str, fl
 
 def in_stages(
     bucket: Sequence[Entry], num_bytes: int, shares: Mapping[str, float], *, keeps_bucket: bool
-) -> list[list[Entry]]:
-    """Return the entries of each stage of a bucket, in order, the same on all ranks.
+) -> list[Stage]:
+    """Return the stages of a bucket, in order, the same on all ranks.
 
     Args:
         bucket: its entries.
@@ -80,17 +94,19 @@ def in_stages(
         together[-1].append(entry)
         open_until = max(open_until, last[entry.amax_group or entry.name])
     room = max(num_bytes, sum(_whole_and_work(entry, 0.0)[0] for entry in bucket))
-    stages: list[list[Entry]] = []
+    room = room if keeps_bucket else 2 * room
+    stages: list[Stage] = []
     size = 0.0
     for entries in together:
         found = [_whole_and_work(entry, shares[entry.name]) for entry in entries]
         used = sum(whole if keeps_bucket else 2 * whole for whole, _ in found)
         needed = used + sum(work for _, work in found)
         size += needed
-        if not stages or size > (room if keeps_bucket else 2 * room):
-            stages.append([])
+        if stages and size <= room:
+            stages[-1].entries.extend(entries)
+        else:
+            stages.append(Stage(entries, needed > room))
             size = needed
-        stages[-1] += entries
     return stages
 
 

@@ -8,7 +8,7 @@ shards and two buckets, never the model; see "Note: two buckets" in :mod:`zeroca
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import EntryOwners, ShardPlan
 from zerocast.export.stages import (
     NamedTensors,
+    Stage,
     in_buckets,
     in_stages,
     in_turn,
@@ -247,8 +248,8 @@ class Export:
         """Return the entries of each bucket, in order: the same on any number of ranks."""
         return in_buckets(self.entries, self._bucket_bytes)
 
-    def plan_stages(self, *, keeps_bucket: bool = False) -> list[list[list[Entry]]]:
-        """Return by bucket the entries of each of its stages: :func:`in_stages`. Collective."""
+    def plan_stages(self, *, keeps_bucket: bool = False) -> list[list[Stage]]:
+        """Return by bucket its stages: :func:`in_stages`. Collective."""
         owned = [each for each in self.entries if each.shard is not None]
         if self._owners is None:
             self._owners = EntryOwners(owned)
@@ -269,7 +270,7 @@ class Export:
             NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
         """
         planned = self.plan_stages(keeps_bucket=True)
-        gathered = self._in_turn(list(itertools.chain(*planned)))
+        gathered = self._in_turn(itertools.chain(*planned))
         for bucket in planned:
             tensors = NamedTensors()
             for _ in bucket:
@@ -280,12 +281,16 @@ class Export:
 
     def stages(self) -> Iterator[NamedTensors]:
         """:meth:`buckets`, but stage by stage, so that no bucket is held as a whole."""
-        return self._in_turn(list(itertools.chain(*self.plan_stages())))
+        return self._in_turn(itertools.chain(*self.plan_stages()))
 
-    def _in_turn(self, stages: Sequence[Sequence[Entry]]) -> Iterator[NamedTensors]:
-        if self.comm.size > 1:
-            return in_turn(stages, self._begin, self._exchange, self.gather)
-        return (self.gather(stage, self.cast(stage))() for stage in stages)  # nothing travels
+    def _in_turn(self, stages: Iterable[Stage]) -> Iterator[NamedTensors]:
+        is_single = self.comm.size == 1  # nothing travels
+        for goes_alone, group in itertools.groupby(stages, lambda each: each.goes_alone):
+            run = [stage.entries for stage in group]
+            if goes_alone or is_single:
+                yield from (self.gather(each, self.cast(each))() for each in run)
+            else:
+                yield from in_turn(run, self._begin, self._exchange, self.gather)
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[Entry], plan: ShardPlan | None) -> Callable[[], NamedTensors]:

@@ -7,7 +7,7 @@ compared with. Nothing else is kept, and no copy in high precision.
 
 import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class Refit:
         refuse_parts(export)
         check_cuts(export)
         for stage in itertools.chain(*export.plan_stages()):
-            yield from self._cast(export, stage)[-1]
+            yield from self._cast(export, stage.entries)[-1]
 
     @torch.no_grad()
     def deltas(self, since: int | None = None) -> Iterator[NamedTensor]:
@@ -176,7 +176,7 @@ class Refit:
                 for name, entry in _codes(export, export.entries).items()
             }
         for stage in itertools.chain(*export.plan_stages()):
-            yield from self._deltas_of(export, stage, since, version)
+            yield from self._deltas_of(export, stage.entries, since, version)
         self.version, self._is_complete = version, True
 
     def _deltas_of(
@@ -186,8 +186,9 @@ class Refit:
         codes = _codes(export, stage)
         if since is None:
             tensors = tensors or export.gather(stage, plan)()
+            changes, plan = self._hold(pieces, codes), None
+            pieces = [replace(p, values=self._held[p.name].values) for p in pieces]
             found = [[whole_segment(tensors[piece.name])] for piece in pieces]
-            changes = self._hold(pieces, codes)
         else:
             noted = {} if plan is None else plan.changes
             by_stored = {n: noted[e.name] for n, e in codes.items() if e.name in noted}
