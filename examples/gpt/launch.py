@@ -69,6 +69,10 @@ def leave(comm: Communicator) -> None:
     gc.collect()  # a model's cycles would keep the group alive until Python is gone
     comm.barrier()
     torch.distributed.destroy_process_group()
+    # A thread of gloo takes Python's lock to let go of the tensors of a collective that is over,
+    # and aborts the process if Python has begun to end by then. Groups wait for their threads, but
+    # caches of DTensor keep a group that a model was sharded over.
+    time.sleep(0.2)
 
 
 def common_store(comm: Communicator) -> torch.distributed.Store:
