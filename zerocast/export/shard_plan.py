@@ -88,6 +88,8 @@ class ShardPlan(CastPlan):
             where the backend notes them and there is one matrix, else ``own`` is other memory.
     """
 
+    _one_by_one_from: int
+
     def __init__(
         self,
         entries: Sequence[Entry],
