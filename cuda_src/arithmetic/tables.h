@@ -103,7 +103,7 @@ struct CodePlane {
 // columnwise codes that are cast. A cast notes bytes of rowwise codes, from codes_start on.
 struct Changes {
     u64* flags;   // a bit for each element
-    u64* digest;  // [1]: what the changes add to the digest of the whole tensor
+    u64* digest;  // [2]: what they add to the digest of the whole tensor, and how many they are
 };
 
 // Under which amax of its tensor an update may write codes that wait for it, by its bits; -1 for
@@ -229,8 +229,7 @@ struct RunsTarget {
     const u8* values;
     i64 count;
     i64 itemsize;
-    i64* sizes;  // [2]: entries and elements: without data the most, with data read as such, then
-                 // what they are
+    i64* sizes;  // [2]: entries and elements: the most there may be, then what they are
     u8* data;    // gaps, lengths, elements, with room for the most
 };
 static_assert(sizeof(RunsTarget) == 6 * sizeof(i64), "a row that Python writes");

@@ -32,9 +32,7 @@ class PlaneCast {
           ahead_(ahead),
           streams_(streams) {}
     PlaneCast(const PlaneCast&) = delete;
-    ~PlaneCast() {
-        if (digest_) __atomic_fetch_add(changes_.digest, digest_, __ATOMIC_RELAXED);
-    }
+    ~PlaneCast() { add_changes(changes_, digest_, count_); }
 
     const Grid& grid() const { return plane_.grid; }
 
@@ -193,8 +191,8 @@ class PlaneCast {
     const T* master_;  // as if it were the whole weight
     BlockMultipliers multipliers_;
     Encoder encoder_;
-    mutable u64 digest_ = 0;  // what was changed so far
-    i64 ahead_;               // how many elements after one that is read another is asked for
+    mutable u64 digest_ = 0, count_ = 0;  // what was changed so far
+    i64 ahead_;  // how many elements after one that is read another is asked for
     bool streams_;
 
     // The whole groups of a row; returns how many elements they hold.
@@ -296,6 +294,7 @@ class PlaneCast {
     ZEROCAST_FN void note(const u8* to, const u8* made, u64 changed) const {
         if (!changed) return;
         i64 at = to - plane_.codes;
+        count_ += __builtin_popcountll(changed);
         digest_ += note_changes<BYTES>(changes_, at, bytes(codes_start_), made, to, changed);
     }
 

@@ -23,7 +23,7 @@ template <class T>
 void compare(const Comparison& target, i64 begin, i64 end) {
     auto held = (T*)target.held;
     auto values = (const T*)target.values;
-    u64 digest = 0;
+    u64 digest = 0, count = 0;
     for (i64 at = begin; at < end; at += WORD) {
         i64 n = min_of(WORD, end - at);
         if (!memcmp(held + at, values + at, n * sizeof(T))) continue;
@@ -37,110 +37,116 @@ void compare(const Comparison& target, i64 begin, i64 end) {
             held[i] = values[i];
         }
         target.changes.flags[at / WORD] = changed;
+        count += __builtin_popcountll(changed);
     }
-    __atomic_fetch_add(target.changes.digest, digest, __ATOMIC_RELAXED);
+    add_changes(target.changes, digest, count);
 }
 
-// Calls word(at, flags) for each word of flags that has some, of those from element `at` on, after
-// asking for its values. Few words have some, and their values lie far apart: which they are is
-// found for many words at once, so that the processor guesses no branch and waits for no line.
-template <class Word>
-ZEROCAST_FN void each_flagged_word(const RunsTarget& target, const Word& word) {
-    constexpr int LIST = 4096, AHEAD = 32;
-    i64 count = (target.count + WORD - 1) / WORD, word_bytes = WORD * target.itemsize;
+// Runs of elements, in order.
+struct Runs {
+    static constexpr int MOST = 256;
+    i64 starts[MOST + WORD], ends[MOST + WORD];
+};
+
+// Calls batch(runs, count) for all runs of flagged elements, many at once, those that lie less than
+// `closed` apart as one.
+template <class Batch>
+ZEROCAST_FN void each_batch_of_runs(const RunsTarget& target, i64 closed, const Batch& batch) {
+    constexpr int LIST = 4096;
+    i64 words = (target.count + WORD - 1) / WORD;
     int list[LIST];
-    for (i64 first = 0; first < count; first += LIST) {
-        const u64* flags = target.flags + first;
-        const u8* values = target.values + first * word_bytes;
+    Runs runs;
+    int last = -1;           // the run that may go on
+    i64 last_end = -closed;  // before the first
+    for (i64 from = 0; from < words; from += LIST) {
+        const u64* flags = target.flags + from;
+        // Few words have flags: which they are is found for many at once, guessing no branch.
         int found = 0;
-        for (int place = 0, places = (int)min_of(LIST, count - first); place < places; place++) {
+        for (int place = 0, places = (int)min_of(LIST, words - from); place < places; place++) {
             list[found] = place;
             found += flags[place] != 0;
         }
-        // Asked for in no function of its own: GCC leaves out calls of one that does no more.
-        for (int i = -AHEAD; i < found; i++) {
-            if (i + AHEAD < found) __builtin_prefetch(values + list[i + AHEAD] * word_bytes);
-            if (i >= 0) word((first + list[i]) * WORD, flags[list[i]]);
+        for (int i = 0; i < found; i++) {
+            i64 at = (from + list[i]) * WORD;
+            // The elements lie far apart, and are asked for before they are copied.
+            __builtin_prefetch(target.values + at * target.itemsize);
+            for (u64 left = flags[list[i]]; left;) {
+                int first = __builtin_ctzll(left);
+                u64 above = ~(left >> first);
+                int length = above ? __builtin_ctzll(above) : (int)WORD;
+                bool is_apart = at + first - last_end >= closed;
+                last += is_apart;
+                if (is_apart) runs.starts[last] = at + first;
+                runs.ends[last] = last_end = at + first + length;
+                left = first + length < WORD ? left & ~0ull << (first + length) : 0;
+            }
+            if (last >= Runs::MOST) {
+                batch(runs, last);
+                runs.starts[0] = runs.starts[last];
+                runs.ends[0] = runs.ends[last];
+                last = 0;
+            }
         }
     }
+    batch(runs, last + 1);
 }
 
-// Calls run(start, end) for each run of flagged elements, those that lie less than `closed` apart
-// as one.
-template <class Run>
-ZEROCAST_FN void each_run(const RunsTarget& target, i64 closed, const Run& run) {
-    i64 start = 0, end = -1;
-    each_flagged_word(target, [&](i64 at, u64 left) {
-        while (left) {
-            int first = __builtin_ctzll(left);
-            u64 above = ~(left >> first);
-            int length = above ? __builtin_ctzll(above) : (int)WORD;
-            if (end < 0 || at + first - end >= closed) {
-                if (end >= 0) run(start, end);
-                start = at + first;
-            }
-            end = at + first + length;
-            left = first + length < WORD ? left & ~0ull << (first + length) : 0;
-        }
-    });
-    if (end >= 0) run(start, end);
-}
-
-// Calls entry(gap, length) for each entry of a run; nearly all have one.
-template <class Entry>
-ZEROCAST_FN void each_entry(i64 gap, i64 length, const Entry& entry) {
-    if (gap < MOST_GAP && length <= MOST_LENGTH) return entry(gap, length);
+// Writes the entries of a run that does not fit one; returns how many they are.
+i64 long_entries(u8* gaps, u8* lengths, i64 gap, i64 length) {
+    i64 entries = 0;
+    auto entry = [&](i64 left_out, i64 taken) {
+        auto bits = (unsigned short)left_out;
+        memcpy(gaps + 2 * entries, &bits, sizeof bits);
+        lengths[entries++] = (u8)taken;
+    };
     for (; gap >= MOST_GAP; gap -= MOST_GAP) entry(MOST_GAP, 0);
     for (; length > 0; length -= MOST_LENGTH, gap = 0) entry(gap, min_of(length, MOST_LENGTH));
-}
-
-// No more than so many entries and elements: a run has a flag, and from the next one `closed`
-// elements part it.
-void bound_runs(const RunsTarget& target, i64 closed) {
-    i64 flagged = 0;
-    for (i64 at = 0; at < target.count; at += WORD)
-        flagged += __builtin_popcountll(target.flags[at / WORD]);
-    i64 elements = min_of(flagged * closed, target.count);
-    i64 runs = min_of(flagged, target.count / (closed + 1) + 1);
-    target.sizes[0] = runs + target.count / MOST_GAP + elements / MOST_LENGTH;
-    target.sizes[1] = elements;
+    return entries;
 }
 
 // Writes entries and elements where there is place for the most, moves them together and says how
 // many they are.
-void write_runs(const RunsTarget& target, i64 closed) {
-    i64 most = target.sizes[0];
-    u8 *gaps = target.data, *lengths = gaps + 2 * most;
-    u8 *elements = lengths + most, *to = elements;
-    const u8* to_end = to + target.sizes[1] * target.itemsize;
-    const u8* values_end = target.values + target.count * target.itemsize;
-    i64 entries = 0, before = 0;
-    each_run(target, closed, [&](i64 start, i64 end) {
-        each_entry(start - before, end - start, [&](i64 gap, i64 length) {
+void write_runs(const RunsTarget& target) {
+    if (!target.data) return;  // where nothing can have changed
+    i64 closed = ENTRY_BYTES / target.itemsize + 1;
+    i64 most = target.sizes[0], itemsize = target.itemsize;
+    u8 *gaps = target.data, *lengths = gaps + 2 * most, *elements = lengths + most;
+    const u8 *values = target.values, *values_end = values + target.count * itemsize;
+    const u8* elements_end = elements + target.sizes[1] * itemsize;
+    i64 all_entries = 0, end = 0, all_bytes = 0;
+    each_batch_of_runs(target, closed, [&](const Runs& runs, int count) {
+        // Of their own, since what is stored as bytes might be them else.
+        i64 entries = all_entries, before = end;
+        for (int i = 0; i < count; i++) {
+            i64 gap = runs.starts[i] - before, length = runs.ends[i] - runs.starts[i];
+            before = runs.ends[i];
+            if (gap >= MOST_GAP || length > MOST_LENGTH) {
+                entries += long_entries(gaps + 2 * entries, lengths + entries, gap, length);
+                continue;
+            }
             auto bits = (unsigned short)gap;
             memcpy(gaps + 2 * entries, &bits, sizeof bits);
             lengths[entries++] = (u8)length;
-        });
-        const u8* from = target.values + start * target.itemsize;
-        i64 size = (end - start) * target.itemsize;
-        // Most runs are short: a copy of a fixed size costs a load, and the next run overwrites
-        // what it has too much.
-        if (size <= 8 && to_end - to >= 8 && values_end - from >= 8)
-            memcpy(to, from, 8);
-        else
-            memcpy(to, from, size);
-        to += size;
-        before = end;
+        }
+        all_entries = entries, end = before;
+        u8* to = elements + all_bytes;
+        for (int i = 0; i < count; i++) {
+            const u8* from = values + runs.starts[i] * itemsize;
+            i64 size = (runs.ends[i] - runs.starts[i]) * itemsize;
+            // Most runs are short: a copy of a fixed size costs a load, and the next run overwrites
+            // what it has too much.
+            if (size <= 8 && elements_end - to >= 8 && values_end - from >= 8)
+                memcpy(to, from, 8);
+            else
+                memcpy(to, from, size);
+            to += size;
+        }
+        all_bytes = to - elements;
     });
-    memmove(gaps + 2 * entries, lengths, entries);
-    memmove(gaps + 3 * entries, elements, to - elements);
-    target.sizes[0] = entries;
-    target.sizes[1] = (to - elements) / target.itemsize;
-}
-
-void find_runs(const RunsTarget& target) {
-    i64 closed = ENTRY_BYTES / target.itemsize + 1;
-    target.data ? write_runs(target, closed) : bound_runs(target, closed);
+    memmove(gaps + 2 * all_entries, lengths, all_entries);
+    memmove(gaps + 3 * all_entries, elements, all_bytes);
+    target.sizes[0] = all_entries;
+    target.sizes[1] = all_bytes / itemsize;
 }
 
 }  // namespace
@@ -165,6 +171,6 @@ ZEROCAST_EXPORT(runs)(const void* table, long long count, long long threads) {
     auto elements = [](const RunsTarget& target, i64) {
         return Span{0, target.count, target.count};
     };
-    auto piece = [](const RunsTarget& target, i64, i64, i64) { find_runs(target); };
+    auto piece = [](const RunsTarget& target, i64, i64, i64) { write_runs(target); };
     share_in_parallel<RunsTarget>(table, count, threads, elements, piece);
 }

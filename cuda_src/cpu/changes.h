@@ -8,6 +8,16 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
+// Adds to what changed so many elements, and what that changes of the digest.
+inline void add_changes(const Changes& changes, u64 digest, u64 count) {
+    if (!count) return;
+    __atomic_fetch_add(changes.digest, digest, __ATOMIC_RELAXED);
+    __atomic_fetch_add(changes.digest + 1, count, __ATOMIC_RELAXED);
+}
+
+// So many changed bytes take less time one by one than the whole of 64.
+constexpr int FEW = 6;
+
 // Notes the bytes `changed`, a bit each from byte `at` on of those that the flags stand for, of
 // which the first is byte `first` of the tensor; returns what that changes of the digest. BYTES
 // were cast together: a word of flags that stands for just them has no other thread.
@@ -27,10 +37,16 @@ __attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 f
     i64 digest_word = (first + at) / 4;
     if (BYTES % 8 == 0 && (first + at) % BYTES == 0) {  // whole words of one row of the digest
         i64 column = digest_word % DIGEST_ROW;
-        for (int k = 0; k < BYTES / 4; k++) {
+        auto add = [&](int k) {
             u64 now = Native::load_as<u32>(made + 4 * k),
                 before = Native::load_as<u32>(held + 4 * k);
             digest += (now - before) * COLUMN_FACTORS.of(column + k);
+        };
+        if (__builtin_popcountll(changed) > FEW) {
+            for (int k = 0; k < BYTES / 4; k++) add(k);
+        } else {
+            for (int k; changed; changed &= ~(15ull << 4 * k))
+                add(k = __builtin_ctzll(changed) / 4);
         }
         return digest * row_factor(digest_word / DIGEST_ROW);
     }

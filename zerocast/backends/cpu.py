@@ -21,6 +21,7 @@ from zerocast.backends import native_library, tables
 from zerocast.backends.fused_ops import fused_row
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
+from zerocast.backends.reference.changes import most_runs
 from zerocast.errors import BackendError
 from zerocast.numerics import (
     AdamWUpdate,
@@ -171,31 +172,20 @@ class CpuBackend(ReferenceBackend):
         return self._launch("compare", None, rows, comparisons)
 
     def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
-        sizes = torch.zeros(len(comparisons), 2, dtype=torch.int64, device="cpu")
-        found = self._find_runs(comparisons, sizes, [None] * len(comparisons))
-        most = [3 * entries + elements * each.values.itemsize for each, entries, elements in found]
-        data = torch.empty(sum(most), dtype=torch.uint8, device="cpu").split(most)
-        found = self._find_runs(comparisons, sizes, data)
-        return [
-            (entries, elements, its_data[: 3 * entries + elements * each.values.itemsize])
-            for (each, entries, elements), its_data in zip(found, data, strict=True)
-        ]
-
-    def _find_runs(
-        self,
-        comparisons: Sequence[Comparison],
-        sizes: torch.Tensor,
-        data: Sequence[torch.Tensor | None],
-    ) -> list[tuple[Comparison, int, int]]:
-        """Write the runs into ``data``, where there is some; return each comparison's entries and
-        elements, without data the most that there can be.
-        """
-        rows = [
-            tables.runs_row(each, size, its_data, _address)
-            for each, size, its_data in zip(comparisons, sizes, data, strict=True)
-        ]
+        most = [most_runs(each) for each in comparisons]
+        sizes = torch.tensor(most, dtype=torch.int64, device="cpu")
+        itemsizes = [each.values.itemsize for each in comparisons]
+        room = [3 * runs + size * n for (runs, n), size in zip(most, itemsizes, strict=True)]
+        data = torch.empty(sum(room), dtype=torch.uint8, device="cpu").split(room)
+        targets = zip(comparisons, sizes, data, strict=True)
+        rows = [tables.runs_row(*target, _address) for target in targets]
         self._launch("runs", None, rows, (comparisons, sizes, data))()
-        return [(each, *size) for each, size in zip(comparisons, sizes.tolist(), strict=True)]
+        return [
+            (runs, elements, its_data[: 3 * runs + elements * size])
+            for (runs, elements), size, its_data in zip(
+                sizes.tolist(), itemsizes, data, strict=True
+            )
+        ]
 
     def fused_op(self, target: FusedOperand) -> Launch:
         return self._launch("fused_op", None, [fused_row(target, _address)], (target,))

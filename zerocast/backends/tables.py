@@ -318,7 +318,7 @@ def comparison_row(target: Comparison, address: Address) -> list[int]:
 
 
 def runs_row(
-    target: Comparison, sizes: torch.Tensor, data: torch.Tensor | None, address: Address
+    target: Comparison, sizes: torch.Tensor, data: torch.Tensor, address: Address
 ) -> list[int]:
     """RunsTarget."""
     values = target.values

@@ -220,16 +220,18 @@ class Changes:
     Attributes:
         flags: int64 [elements / 64, rounded up]: a bit for each element.
         digest: int64 []: what the changes add to the digest of the whole tensor.
+        count: int64 []: how many elements changed; after ``digest`` in memory.
     """
 
     flags: torch.Tensor
     digest: torch.Tensor
+    count: torch.Tensor
 
     @classmethod
     def none(cls, count: int, device: torch.device) -> Changes:
         """Return those of ``count`` elements, none yet."""
-        memory = torch.zeros(-(-count // 64) + 1, dtype=torch.int64, device=device)
-        return cls(memory[1:], memory[0])
+        memory = torch.zeros(-(-count // 64) + 2, dtype=torch.int64, device=device)
+        return cls(memory[2:], memory[0], memory[1])
 
 
 @dataclass(frozen=True, slots=True)

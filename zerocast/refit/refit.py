@@ -293,6 +293,10 @@ def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segm
     """Return, for each piece, the segments of all ranks that changed anything."""
     found: list[list[Segment]] = [[] for _ in pieces]
     for comm, indices in _by_comm(pieces).items():
+        if comm.size == 1:
+            for i in indices:
+                found[i] = [own[i]]
+            continue
         device = own[indices[0]].data.device
         described = torch.zeros(comm.size, len(indices), 4, dtype=torch.int64, device=device)
         described[comm.rank] = torch.tensor(

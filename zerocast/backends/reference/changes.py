@@ -23,6 +23,7 @@ def compare(target: Comparison) -> None:
     changes.flags.scatter_add_(0, places // _BITS, torch.ones_like(places) << places % _BITS)
     change = digest_of(values[places], places + target.first, held[places])
     changes.digest.add_(change)
+    changes.count.add_(len(places))
     held.copy_(values)
 
 
@@ -42,6 +43,16 @@ def runs(target: Comparison) -> tuple[int, int, torch.Tensor]:
     parts = (gaps.to(torch.int16), lengths.to(torch.uint8), elements)
     data = torch.cat([part.view(torch.uint8) for part in parts])
     return len(gaps), len(elements), data
+
+
+def most_runs(target: Comparison) -> tuple[int, int]:
+    """Return the most entries and elements that :func:`runs` may give: a run has a change, and from
+    the next one so many elements part it as are left out.
+    """
+    size, changed = len(target.values), int(target.changes.count)
+    closed = 1 + _ENTRY_BYTES // target.values.itemsize
+    elements, count = min(changed * closed, size), min(changed, size // (closed + 1) + 1)
+    return count + size // _MOST_GAP + elements // _MOST_LENGTH, elements
 
 
 def places_in(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
