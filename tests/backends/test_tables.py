@@ -47,7 +47,7 @@ from zerocast.numerics import (
 SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
 ONE = torch.zeros(1)
-CHANGES = Changes(ONE, ONE)
+CHANGES = Changes(ONE, ONE, ONE)
 COMPARISON = Comparison(ONE, ONE, 0, CHANGES)
 FULL = plane(GRID, ONE, ONE, ONE)
 COPY = plane(GRID, None, ONE, ONE, Source.ROWWISE)
