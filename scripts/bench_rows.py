@@ -1,10 +1,11 @@
 """Rows: what a check or benchmark finds, one line of JSON a row, whatever becomes of its process.
 
-A row is begun, then ended, each by one write to the file, so that a process which is killed at any
-moment leaves whole lines. Rows that the file has are not done again: whoever runs the same command
-on the same file goes on where it ended. What raises may leave a GPU in a state in which nothing
-runs, so the process ends there and another one goes on; a row in which a process died, or which
-took too long, is begun once more, and then has failed.
+A row is begun, then ended, each by one write to the file. A process that is killed at any moment
+leaves whole lines, and part of one at most, which nobody reads, and which goes when rows are done
+again. Rows that the file has are not done again: whoever runs the same command on the same file
+goes on where it ended. What raises may leave a GPU in a state in which nothing runs, so the process
+ends there and another one goes on; a row in which a process died, or which took too long, is begun
+once more, and then has failed.
 
     {"row": "speed llama 1 nvfp4", "began": 1764000000.0}
     {"row": "speed llama 1 nvfp4", "seconds": 2.1, "result": {...}}      or "failed": "why"
@@ -46,6 +47,8 @@ class Rows:
         """Do those of ``works`` that have no row, in order, up to one that raises; whether all have
         one now.
         """
+        if self.size:  # a kill may cut the write of a line that is longer than a page
+            os.truncate(self.path, len(self._whole_lines()))
         began = Counter(line["row"] for line in self._lines() if "began" in line)
         ended = self.results().keys() | self.failures().keys()
         for row, work in works.items():
@@ -66,9 +69,11 @@ class Rows:
         return True
 
     def _lines(self) -> list[dict[str, Any]]:
-        return (
-            [json.loads(line) for line in self.path.read_text().splitlines()] if self.size else []
-        )
+        return [json.loads(line) for line in self._whole_lines().splitlines()]
+
+    def _whole_lines(self) -> bytes:
+        content = self.path.read_bytes() if self.size else b""
+        return content[: content.rfind(b"\n") + 1]
 
     def _write(self, row: str, **fields: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,9 @@ def test_a_command_that_does_no_row_is_not_repeated(bench_rows: ModuleType, tmp_
 
 
 def test_rows_of_a_killed_process_are_whole(bench_rows: ModuleType, tmp_path: Path) -> None:
-    """Killed at whatever moment, it leaves lines of JSON, and the next one goes on after them."""
+    """Killed at whatever moment, it leaves lines of JSON, of which the last may be cut, and the
+    next one goes on after the whole ones.
+    """
     rows = bench_rows.Rows(tmp_path / "rows.jsonl")
     names = [f"row {i}" for i in range(20_000)]
     for written in (1, 10_000, 1_000_000):
@@ -85,12 +87,25 @@ def test_rows_of_a_killed_process_are_whole(bench_rows: ModuleType, tmp_path: Pa
             time.sleep(0.001)
         process.kill()
         process.wait()
-        lines = rows.path.read_text()
-        assert lines.endswith("\n")
-        assert {json.loads(line)["row"] for line in lines.splitlines()} <= set(names)
-    ended = [line["row"] for line in map(json.loads, lines.splitlines()) if "began" not in line]
+        *lines, _ = rows.path.read_text().split("\n")
+        assert {json.loads(line)["row"] for line in lines} <= set(names)
+    ended = [line["row"] for line in map(json.loads, lines) if "began" not in line]
     assert len(ended) == len(set(ended))
     assert names[: len(ended)] == ended
+
+
+def test_a_line_that_was_cut_is_left_out(bench_rows: ModuleType, tmp_path: Path) -> None:
+    """When rows are read, and when they are done again."""
+    rows = bench_rows.Rows(tmp_path / "rows.jsonl")
+    assert rows.do({"a": lambda: {"value": 1}})
+    whole = rows.path.read_text()
+    with rows.path.open("a") as file:
+        file.write('{"row": "b", "seconds": 0.0, "result": {"val')
+    assert list(rows.results()) == ["a"]
+    assert rows.do({"a": lambda: {"value": 2}, "b": lambda: {"value": 3}})
+    assert rows.results() == {"a": {"value": 1}, "b": {"value": 3}}
+    assert rows.path.read_text().startswith(whole)
+    assert not rows.failures()
 
 
 def rehearse(folder: Path, *stages: str) -> subprocess.Popen[bytes]:
