@@ -144,7 +144,7 @@ class InProcessCommunicator(Communicator):
         call = _Call(("all_to_all",), (flat, takes, gives))
         given = self._rendezvous(call, _fitting)
         arrived = torch.cat([theirs.split(sizes)[self.rank] for theirs, _, sizes in given])
-        del given  # as above
+        del given  # their ranks may let go of it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
         out.copy_(arrived)
         return nothing_to_wait_for
@@ -227,7 +227,7 @@ class InProcessCommunicator(Communicator):
         call = _Call(signature, flat)
         result, tensors = self._rendezvous(call, begin)
         fill(result, tensors)
-        del tensors  # as above
+        del tensors  # their ranks may let go of them before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
         return result
 

@@ -186,6 +186,7 @@ class Refit:
         codes = _codes(export, stage)
         if since is None:
             tensors = tensors or export.gather(stage, plan)()
+            # What is not held any longer would stand beside the whole tensors and their copies.
             changes, plan = self._hold(pieces, codes), None
             pieces = [replace(p, values=self._held[p.name].values) for p in pieces]
             found = [[whole_segment(tensors[piece.name])] for piece in pieces]
@@ -293,7 +294,7 @@ def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segm
     """Return, for each piece, the segments of all ranks that changed anything."""
     found: list[list[Segment]] = [[] for _ in pieces]
     for comm, indices in _by_comm(pieces).items():
-        if comm.size == 1:
+        if comm.size == 1:  # nothing to gather, and nothing to copy for it
             for i in indices:
                 found[i] = [own[i]]
             continue
