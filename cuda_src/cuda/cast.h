@@ -120,12 +120,7 @@ struct StochasticVec4 {
     ZEROCAST_FN u64 draws_at(i64 element) const { return draw(random_bits.in_whole(element)); }
 
     ZEROCAST_FN u32 encode_vec4_by(u64 drawn, const Vec4& scaled) const {
-        u32 codes = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            codes |= (u32)encode_e2m1_stochastic<Scalar>(scaled.x[i], (i32)draw_of(drawn, i))
-                     << 4 * i;
-        return codes;
+        return encode_e2m1_stochastic_vec4(drawn, scaled);
     }
 
     ZEROCAST_FN u32 encode_at(i64 element, float scaled) const {

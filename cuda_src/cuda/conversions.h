@@ -5,6 +5,7 @@
 // A compiler that is no CUDA compiler sees the portable forms, and the lines.
 #pragma once
 
+#include "arithmetic/philox.h"
 #include "cuda/vec4.h"
 
 namespace zerocast {
@@ -77,8 +78,19 @@ ZEROCAST_FN float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
+// b where a is a NaN.
+ZEROCAST_FN float smaller(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return fminf(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
 // FIRST + n has the bits of FIRST, plus n: its last place is 1.
 constexpr float FIRST = 1.5f * (1 << MANTISSA_BITS);
+constexpr u32 BITS_OF_FIRST =
+    (EXPONENT_BIAS + MANTISSA_BITS) << MANTISSA_BITS | 1u << (MANTISSA_BITS - 1);
 
 // FIRST's bits and the code of a magnitude of E2M1, added up, without a largest code. Up to 2 the
 // codes count halves, up to 4 ones and beyond twos: each of three lines is right in its range and
@@ -108,10 +120,65 @@ ZEROCAST_FN u32 encode_e2m1_by_lines(const Vec4& q) {
     return word & 0xFFFFu;
 }
 
-// In the low four bits of each, the code of E2M1 of a magnitude, or a larger number for the largest
-// code; of what is above LARGEST_OF_TWO, anything.
+// The upper four bits of `low` behind those of `high`.
+ZEROCAST_FN u32 shift_in(u32 high, u32 low) {
+#ifdef __CUDA_ARCH__
+    return __funnelshift_l(low, high, 4);
+#else
+    return high << 4 | low >> 28;
+#endif
+}
+
+// A magnitude's bits, of which the highest does not count, with the sign of x.
+ZEROCAST_FN u32 with_sign_of(float x, u32 magnitude) {
+    u32 bits = (u32)Scalar::bits(x);
+#ifdef __CUDA_ARCH__  // one instruction; the compiler may find two
+    asm("lop3.b32 %0, %0, %1, %2, 0xE4;" : "+r"(magnitude) : "r"(bits), "n"(MAGNITUDE_MASK));
+    return magnitude;
+#else
+    return (magnitude & MAGNITUDE_MASK) | (bits & ~(u32)MAGNITUDE_MASK);
+#endif
+}
+
+// Four codes of E2M1 by stochastic rounding, under four draws of 16 bits: encode_e2m1_stochastic's
+// sum as far left as the code may go, below the sign. What a magnitude is spread to is twice as
+// large, so that its exponent ends in zeros and nothing is subtracted for the first code.
+ZEROCAST_FN u32 encode_e2m1_stochastic_vec4(u64 draws, const Vec4& q) {
+#ifdef ZEROCAST_PORTABLE_CONVERSIONS
+    u32 codes = 0;
+    for (int i = 0; i < 4; i++) {
+        i32 draw = (i32)draw_of(draws, i);
+        codes |= (u32)encode_e2m1_stochastic<Scalar>(q.x[i], draw) << 4 * i;
+    }
+    return codes;
+#else
+    typedef Derived<E2M1> D;
+    constexpr int UP = 31 - 3 - D::DROPPED, DRAW = D::DROPPED - 16 + UP;
+    constexpr u32 MASK = 0xFFFFu << DRAW, HALF = 1u << (DRAW - 1);
+    const float largest = Scalar::value(D::MAX_BITS);
+    u32 codes = 0, two[2] = {(u32)draws, (u32)(draws >> 32)};
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+        float y = smaller(absolute<Scalar>(q.x[i]), largest);  // of a NaN, the largest
+        float below = fused_multiply_add(y, 2.0f, 2.0f), above = y * 4.0f;
+        u32 spread = (u32)Scalar::max(Scalar::bits(below), Scalar::bits(above));
+        u32 draw = i % 2 ? two[i / 2] >> (16 - DRAW) : two[i / 2] << DRAW;
+        u32 sum = (spread << UP) + ((draw & MASK) | HALF);
+        codes = shift_in(codes, with_sign_of(q.x[i], sum));
+    }
+    return codes;
+#endif
+}
+
+// ABOVE and, in the low four bits, the code of E2M1 of a magnitude. From UNLIMITED on it may be a
+// larger number, for the largest code; of what is above LARGEST_OF_TWO, anything.
 struct TwoCodes {
-    static constexpr float LARGEST_OF_TWO = 22.0f;
+    static constexpr float UNLIMITED = 7.0f, LARGEST_OF_TWO = 22.0f;
+#if defined(ZEROCAST_CONVERTS_E2M1) || defined(ZEROCAST_PORTABLE_CONVERSIONS)
+    static constexpr u32 ABOVE = 0;
+#else
+    static constexpr u32 ABOVE = BITS_OF_FIRST;
+#endif
     u32 low, high;
 
     ZEROCAST_FN TwoCodes(float low_magnitude, float high_magnitude) {
@@ -121,6 +188,7 @@ struct TwoCodes {
             : "=r"(low)
             : "f"(high_magnitude), "f"(low_magnitude));
         high = low >> 4;
+        low &= 15;
 #elif !defined(ZEROCAST_PORTABLE_CONVERSIONS)
         low = (u32)e2m1_unbounded(low_magnitude);
         high = (u32)e2m1_unbounded(high_magnitude);

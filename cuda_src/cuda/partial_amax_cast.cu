@@ -2,16 +2,17 @@
 // the same read of the master the codes: their scales belong to blocks alone, and wait for nobody.
 //
 // A warp keeps a patch of the matrix in registers, 8 rows of 128 columns, from when it measures
-// them until they are encoded; as soon as one of a lane's vectors is, the warp asks for that of its
-// next patch. So it reads 512 bytes and writes 128 of FP8 side by side. Blocks are SIDE columns
-// wide, and as high or one row high; in a second plane SIDE rows high and one column wide. Those
-// that are high are shared by as many warps of a thread block, one above the other, as they have
-// patches:
+// them until they are encoded. So it reads 512 bytes and writes 128 of FP8 side by side. Its next
+// two patches are on their way to shared memory meanwhile; where that has no room for them, it asks
+// for a vector of the next one as soon as one has been encoded. Blocks are SIDE columns wide, and
+// as high or one row high; in a second plane SIDE rows high and one column wide. Those that are
+// high are shared by as many warps of a thread block, one above the other, as they have patches:
 //
 //     SIDE    blocks                               warps
 //     32      32 x 32, or 1 x 32 and 32 x 1        4
 //     128     128 x 128                            16
 //     128     1 x 128                              4, which share none
+#include "cuda/async_copy.h"
 #include "cuda/cast.h"
 
 using namespace zerocast;
@@ -32,6 +33,7 @@ struct Patch {
     static constexpr bool SECOND = SIDE == 32 && !SQUARE;  // whether there may be a second plane
     static constexpr bool SHARES = SQUARE || SECOND;       // whether warps share a block
     static constexpr int WARPS = SHARES ? SIDE / VECTORS : 4;
+    static constexpr bool COPIES = WARPS == 4;  // whether shared memory has room for masters
     static constexpr int RESIDENT = WARPS > 4 ? 2 : 5;  // thread blocks of a multiprocessor
     static constexpr int ACROSS = SIDE / 4;             // lanes of a block
     // Magnitudes that a warp tells the others: of its part of each block, or of each column.
@@ -43,6 +45,12 @@ template <class P>
 struct alignas(16) Told {
     i32 magnitudes[2][P::WARPS][P::TOLD];  // of two steps in turn, so that all have read the older
     float multipliers[P::SECOND ? COLS : 1];
+};
+
+// Masters of two patches of each warp. A lane reads what it copied itself: no barrier is needed.
+template <class P>
+struct alignas(16) Copies {
+    u8 bytes[2][P::COPIES ? P::WARPS : 1][P::COPIES ? VECTORS * LANES * 16 : 16];
 };
 
 // The three lowest bits of i in the opposite order.
@@ -96,11 +104,12 @@ class PatchCast {
     typedef Patch<SIDE, SQUARE> P;
 
     ZEROCAST_FN PatchCast(const CastShard& shard, const PatchTile& tile, const NumericsTable& table,
-                          Told<P>& told, int& turn)
+                          Told<P>& told, Copies<P>& copies, int& turn)
         : shard_(shard),
           tile_(tile),
           numerics_(numerics_of<Numerics>(table, shard.tensor_amax, shard.delayed)),
           told_(told),
+          copies_(copies),
           turn_(turn),
           cols_((int)shard.rowwise.grid.cols),
           second_(P::SECOND ? shard.columnwise.codes : nullptr) {}
@@ -152,6 +161,50 @@ class PatchCast {
                 ask(k);
             }
         }
+    }
+
+    // The same where shared memory holds masters: those of a patch are worked on while those of the
+    // next two are copied. What would lie past an edge is zeros.
+    template <class Nominal, class T>
+    ZEROCAST_FN void copied(const T* master) {
+        constexpr int BYTES = 4 * sizeof(T);
+        int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+        auto mine = [&](int step, int k) {
+            return &copies_.bytes[step % 2][warp][(k * LANES + lane) * BYTES];
+        };
+        auto copy = [&](int step) {
+            Place place(tile_, cols_, warp + step * P::WARPS);
+            const T* from = master + place.row * cols_ + place.col;
+            int count = step < tile_.steps ? place.count : 0;
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++)
+                copy_async<BYTES>(mine(step, k), ahead(from, cols_ * (u32)sizeof(T), k), k < count);
+            end_copies();
+        };
+        copy(0);
+        copy(1);
+#pragma unroll 1
+        for (int step = 0; step < tile_.steps; step++) {
+            wait_for_copies<1>();
+            Place place(tile_, cols_, warp + step * P::WARPS);
+            Four four[VECTORS];
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) four[k].template load_shared<BYTES>(mine(step, k));
+            measure<T>(place, four, [](i32 amax) { return rounded_amax<Nominal>(amax); });
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) four[k].forget_values();
+            copy(step + 2);
+            u8 *codes = of_codes(shard_.rowwise.codes, place), *second = of_codes(second_, place);
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                Vec4 x = round_vec4<Nominal>(four[k].template values<T>());
+                encode(k, x, [&](bool is_second, u32 word) {
+                    u8* to = ahead(is_second ? second : codes, (u32)bytes_of<F>(cols_), k);
+                    store_codes_at_once<F>(to, word, k < place.count);
+                });
+            }
+        }
+        wait_for_copies<0>();
     }
 
     // The same at any addresses. Vectors go round, because registers cannot be indexed.
@@ -293,6 +346,7 @@ class PatchCast {
     const PatchTile& tile_;
     Numerics numerics_;
     Told<P>& told_;
+    Copies<P>& copies_;
     int& turn_;
     int cols_;
     u8* second_;
@@ -306,6 +360,7 @@ __global__ void __launch_bounds__(Patch<SIDE, SQUARE>::WARPS* LANES, Patch<SIDE,
     partial_amax_cast(const CastShard* __restrict__ shards, const PatchTile* __restrict__ tiles,
                       i64 count, const __grid_constant__ NumericsTable table) {
     __shared__ Told<Patch<SIDE, SQUARE>> told;
+    __shared__ Copies<Patch<SIDE, SQUARE>> copies;
     __shared__ CastShard shard;  // read at each patch, and where it would take registers
     constexpr int WORDS = sizeof(CastShard) / sizeof(i64);
     int turn = 0;
@@ -315,12 +370,15 @@ __global__ void __launch_bounds__(Patch<SIDE, SQUARE>::WARPS* LANES, Patch<SIDE,
         if (threadIdx.x < WORDS)
             ((i64*)&shard)[threadIdx.x] = ((const i64*)&shards[tile.weight])[threadIdx.x];
         __syncthreads();
-        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, told, turn);
+        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, told, copies, turn);
         bool at_once = false;
         with_master(shard, [&](auto* master) { at_once = cast.takes_vectors(master); });
         if (at_once) {
             with_rounded_master(shard, [&](auto* master, auto nominal) {
-                cast.template at_once<decltype(nominal)>(master);
+                if constexpr (Patch<SIDE, SQUARE>::COPIES)
+                    cast.template copied<decltype(nominal)>(master);
+                else
+                    cast.template at_once<decltype(nominal)>(master);
             });
         } else {
             with_master(shard, [&](auto* master) { cast.anywhere(master); });

@@ -2,9 +2,10 @@
 // keeps its value.
 //
 // The multipliers of a tile's blocks are derived once a tile, into shared memory, while the masters
-// are under way. Where a weight has a second plane, quantized independently over blocks of one
-// column, that one is cast in the same pass over the masters. Delayed scaling takes the amax of
-// what it casts in the same pass.
+// are under way. Codes of four bits take longer; where a tile of them is this rank's, each thread
+// derives that of its one block, so that no warp waits for another. Where a weight has a second
+// plane, quantized independently over blocks of one column, that one is cast in the same pass over
+// the masters. Delayed scaling takes the amax of what it casts in the same pass.
 #include "cuda/cast.h"
 
 using namespace zerocast;
@@ -25,6 +26,10 @@ template <class Numerics, class Shape>
 constexpr int IN_FLIGHT = FEW_BLOCKS<Numerics, Shape> ? MANY : 4;
 template <class Numerics, class Encoder, class Shape>
 constexpr int RESIDENT = FEW_BLOCKS<Numerics, Shape> ? 5 : Encoder::RESIDENT;
+
+// Whether threads derive their own multipliers, of a tile that is this rank's and cast at once.
+template <class Numerics, class Shape>
+constexpr bool ALONE = Numerics::Format::BITS == 4 && !Shape::ROW_BLOCKS;
 
 // What elements are multiplied by, in shared memory, and the amax that delayed scaling takes.
 struct TileMemory {
@@ -96,14 +101,11 @@ class VectorCast {
         for (int j = 0; j < 4; j++) of_columns_[j] = memory.columnwise[vectors.col + j];
     }
 
-    // Masters are read and codes written four at a time, and one multiplier serves all vectors, or
-    // one each where blocks are rows.
+    // Masters are read and codes written four at a time, under the multiplier of `block`: that of
+    // all vectors, or where blocks are rows of the tile's first row.
     template <class Nominal, class T, class Draws>
     ZEROCAST_FN void at_once(const T* master, VectorStream<IN_FLIGHT<Numerics, Shape>>& stream,
-                             Draws draws) {
-        int col = vectors_.col < vectors_.cols ? vectors_.col : 0;
-        int block = shape_.block_of(shard_.rowwise.grid, 0, col);  // of the first row
-        float multiplier = memory_.rowwise[block];
+                             Draws draws, int block, float multiplier) {
         stream.for_each_at_once(master, [&](u32 i, const Vec4& x, u32 wanted) {
             take(x);  // one that is not wanted changes nothing
             if (Shape::ROW_BLOCKS)
@@ -203,8 +205,9 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
     Encoder encoder(shard, table);
     ThreadVectors vectors = shape.vectors(grid, threadIdx.x);
     OwnedVectors owned = owned_vectors(vectors, tile, grid, shard.start, shard.end);
-    if (!vectors_keep_to_blocks<Shape>(tile, grid) || !encoder.takes_vectors(tile, grid))
-        owned.whole = 0;
+    bool vectors_serve =
+        vectors_keep_to_blocks<Shape>(tile, grid) && encoder.takes_vectors(tile, grid);
+    if (!vectors_serve) owned.whole = 0;
     u32 rest = owned.some & ~owned.whole;
     bool one_block = Shape::ROW_BLOCKS || TAKES_AMAX<Numerics> || tile.blocks == 1
                      || vectors.col_step == 0;  // of a thread's vectors
@@ -221,14 +224,29 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
         at_once = at_once && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
         stream.ask(master + vectors.element, at_once);
     });
+    typedef VectorCast<Numerics, Shape, Encoder> Cast;
+    int block = shape.block_of(grid, 0, vectors.col < vectors.cols ? vectors.col : 0);
+    auto cast_at_once = [&](Cast& cast, float multiplier) {
+        with_rounded_master(shard, [&](auto* master, auto nominal) {
+            cast.template at_once<decltype(nominal)>(
+                master + vectors.element, stream, encoder.draws(tile, vectors), block, multiplier);
+        });
+    };
+    // Said by a vote, the compiler knows that a warp stays together, and lets draws be exchanged
+    // without a wait for the masters that were asked for.
+    at_once = __all_sync(ALL_LANES, at_once);
+    bool all = vectors_serve && owns_all(tile, grid, shard.start, shard.end);
+    if (ALONE<Numerics, Shape> && at_once && all) {
+        float multiplier =
+            multiplier_of<Numerics>(shard, table, shard.rowwise, shape.first_block + block);
+        Cast cast(shard, shape, vectors, memory, encoder, largest);
+        return cast_at_once(cast, multiplier);
+    }
     derive<Numerics>(shard, table, shape, memory);
     __syncthreads();
-    VectorCast<Numerics, Shape, Encoder> cast(shard, shape, vectors, memory, encoder, largest);
+    Cast cast(shard, shape, vectors, memory, encoder, largest);
     if (at_once) {
-        with_rounded_master(shard, [&](auto* master, auto nominal) {
-            cast.template at_once<decltype(nominal)>(master + vectors.element, stream,
-                                                     encoder.draws(tile, vectors));
-        });
+        cast_at_once(cast, memory.rowwise[block]);
     } else {
         with_master(shard, [&](auto* master) { cast.anywhere(master + vectors.element, stream); });
     }

@@ -1,64 +1,106 @@
-// partial_select: 4-over-6, what this rank knows for the choice between two scales a block.
+// partial_select: 4-over-6, what this rank knows for the choice between two scales a block; and of
+// rows of blocks that are whole, in the same read of the master, the codes.
 //
 // A lane takes one row inside a block, sixteen elements from left to right, and the sixteen lanes
-// of a block add up their rows. There are eight magnitudes of codes under two scales: each lane
-// works out what one of them means, and elements fetch the meaning of theirs by a shuffle. Lanes 7
-// to 15 all know the largest code's, so that codes need no upper limit: an element is not above its
-// block's amax, and that one, though scales are rounded, lies far below LARGEST_OF_TWO under both,
-// or all codes mean the same (tests/kernels/conversions.cpp).
+// of a block add up their rows. There are eight magnitudes of codes under two scales: what each of
+// them means is worked out once a block, and elements fetch the meaning of theirs by a shuffle.
+// Lanes 7 to 15 all know the largest code's, so that codes need no upper limit: an element is not
+// above its block's amax, and that one, though scales are rounded, lies far below LARGEST_OF_TWO
+// under both, or all codes mean the same (tests/kernels/conversions.cpp). Codes that are written
+// need one: a block whose amax comes to UNLIMITED or more, or is a NaN, is encoded once more.
 //
 // In a row of blocks that ranks share, a row inside a block that is whole leaves its errors, and
 // one that is cut its elements, for select to put together.
-#include "cuda/conversions.h"
+#include "cuda/async_copy.h"
+#include "cuda/cast.h"
 #include "cuda/four_over_six.h"
-#include "cuda/tiles.h"
 
 using namespace zerocast;
 
-constexpr int QUADS = CHOICE_SIDE / 4;                 // of a row inside a block
-constexpr int MOST_BLOCKS = Tile::COLS / CHOICE_SIDE;  // of a tile
+typedef E2M1 F;
+
+constexpr int QUADS = CHOICE_SIDE / 4;  // of a row inside a block
 constexpr int AT_ONCE = THREADS / CHOICE_SIDE, STEP = AT_ONCE * CHOICE_SIDE;
 constexpr int MOST_ROUNDS = Tile::COLS / STEP;
+constexpr int A_WARP = 32 / CHOICE_SIDE, MOST_BLOCKS = A_WARP * MOST_ROUNDS;  // of a warp
+constexpr int MAGNITUDES = F::MAX_CODE + 1;
+constexpr int ACROSS = A_WARP * QUADS, DOWN = 32 / ACROSS;  // lanes that copy a round's blocks
 
-// Of each block of a tile, map4 and map6 side by side.
-struct TileScales {
-    float map[2 * MOST_BLOCKS], multiplier[2 * MOST_BLOCKS];
+// What one block is measured by under one of its scales.
+struct Candidate {
+    float map, multiplier, values[MAGNITUDES];  // what each magnitude of a code means
+    bool limited;  // no element is coded by a number above the largest code
 };
 
-constexpr int ACROSS = 2 * QUADS, DOWN = 32 / ACROSS;  // lanes that read two blocks of a warp
+// What the lanes of a warp hand to each other.
+struct WarpMemory {
+    Candidate candidates[MOST_BLOCKS][2];  // round by round, under map4 and map6
+    alignas(16) Four vectors[MOST_ROUNDS][CHOICE_SIDE][ACROSS];
 
-// Two blocks, by which the lanes of a warp hand rows to each other. With one more quad a row, eight
-// lanes touch all banks along a row and down a column.
-struct WarpRows {
-    float4 quads[CHOICE_SIDE][ACROSS + 1];
+    // The elements of a round. The rows are in different orders, so that eight lanes touch all
+    // banks along a row and down a column.
+    ZEROCAST_FN Four& vector(int round, int row, int across) {
+        return vectors[round][row][across ^ row % ACROSS];
+    }
+};
+
+// The codes of a row inside a block under both scales, as its elements come.
+struct RowCodes {
+    static constexpr u32 NONE = 0u - TwoCodes::ABOVE * 0x11111111u;
+    u32 map4[2] = {NONE, NONE}, map6[2] = {NONE, NONE}, signs[2];
+    u32 even = 0, odd = 0;  // of a vector: the highest bytes of elements 0 and 2, and of 1 and 3
+
+    // The magnitudes of element j of vector k.
+    ZEROCAST_FN void add(int k, int j, const TwoCodes& codes) {
+        u32 place = 1u << (16 * (k % 2) + 4 * j);
+        map4[k / 2] += codes.low * place;
+        map6[k / 2] += codes.high * place;
+    }
+
+    // The signs of vector k, after those of the one before.
+    ZEROCAST_FN void add_signs(int k, const Vec4& q) {
+        u32 even_before = even, odd_before = odd;
+        even = __byte_perm(Scalar::bits(q.x[0]), Scalar::bits(q.x[2]), 0x0073);
+        odd = __byte_perm(Scalar::bits(q.x[1]), Scalar::bits(q.x[3]), 0x0073);
+        if (k % 2 == 0) return;
+        signs[k / 2] = (__byte_perm(odd_before, odd, 0x5410) & 0x80808080u)
+                       | (__byte_perm(even_before, even, 0x5410) >> 4 & 0x08080808u);
+    }
+
+    // Eight of them, in order.
+    ZEROCAST_FN u32 word(int w, bool by_map4) const {
+        return signs[w] | (by_map4 ? map4[w] : map6[w]);
+    }
 };
 
 // What a thread does in a tile: row number lane_ inside the blocks first_ + AT_ONCE * n.
 template <bool SQUARED>
 class TileErrors {
   public:
-    ZEROCAST_FN TileErrors(const CastShard& shard, const Tile& tile, TileScales& scales,
+    ZEROCAST_FN TileErrors(const CastShard& shard, const Tile& tile, WarpMemory& memory,
                            i64 scale_max)
         : shard_(shard),
           tile_(tile),
-          scales_(scales),
+          memory_(memory),
           numerics_(*shard.tensor_amax, scale_max),
           lane_(threadIdx.x % CHOICE_SIDE),
           first_(threadIdx.x / CHOICE_SIDE),
-          element_(tile.element + lane_ * shard.rowwise.grid.cols + first_ * CHOICE_SIDE) {
+          element_(tile.element + lane_ * shard.rowwise.grid.cols + first_ * CHOICE_SIDE),
+          owns_all_(owns_all(tile, shard.rowwise.grid, shard.start, shard.end)),
+          casts_(tile.element >= shard.whole_begin && tile.element < shard.whole_end) {
+        choices_ = shard.candidates.choices + tile.first_block + first_;
+        if (owns_all_ && lane_ < tile.rows) whole_ = first_bits(rounds());
+        if (casts_ && owns_all_) return;  // shared with nobody
         const Grid& grid = shard.rowwise.grid;
         i64 blocks_w = grid.blocks_w(), block_row = tile.first_block / blocks_w;
-        i64 block = tile.first_block + first_;
         i64 cut = find(shard.candidates.cut, shard.candidates.cuts, block_row);
-        if (cut < 0)
-            choices_ = shard.candidates.choices + block;
-        else
-            errors_ =
-                shard.candidates.errors_of(grid, cut, lane_) + (block - block_row * blocks_w) * 2;
-#pragma unroll
-        for (int n = 0; n < MOST_ROUNDS; n++) {
+        if (cut >= 0) {
+            i64 block = tile.first_block + first_ - block_row * blocks_w;
+            errors_ = shard.candidates.errors_of(grid, cut, lane_) + 2 * block;
+        }
+#pragma unroll 1
+        for (int n = 0; !owns_all_ && n < rounds(); n++) {
             i64 element = element_ + n * STEP;
-            if (lane_ >= tile.rows || width(n) <= 0) continue;
             if (element >= shard.start && element + width(n) <= shard.end)
                 whole_ |= 1u << n;
             else if (element + width(n) > shard.start && element < shard.end)
@@ -66,91 +108,101 @@ class TileErrors {
         }
     }
 
-    // Fills the scales; a barrier is needed before they are read.
-    ZEROCAST_FN void derive() const {
-        for (int i = threadIdx.x; i < 2 * tile_.blocks; i += THREADS) {
-            i32 amax = shard_.rowwise.block_amax[tile_.first_block + i / 2];
-            i32 stored = numerics_.template stored<Scalar>(amax, i % 2 == 0);
-            scales_.map[i] = decode<E4M3, Scalar>(stored);
-            scales_.multiplier[i] = numerics_.template multiplier_under<Scalar>(stored);
-        }
-    }
-
-    // Whether every row is 16 elements wide in each block, this rank's, and can be read at once.
+    // Whether every row is 16 elements wide in each block and this rank's, and can be read, and its
+    // codes written, at once.
     template <class T>
     ZEROCAST_FN bool takes_vectors(const T* master) const {
-        i64 cols = shard_.rowwise.grid.cols, last = (tile_.rows - 1) * cols + tile_.cols;
-        return choices_ && tile_.cols % CHOICE_SIDE == 0 && tile_.element >= shard_.start
-               && tile_.element + last <= shard_.end
-               && vectors_aligned(master + tile_.element, 4 * sizeof *master, tile_,
-                                  shard_.rowwise.grid);
+        const Grid& grid = shard_.rowwise.grid;
+        const u8* codes = shard_.rowwise.codes + byte_of<F>(shard_, tile_.element);
+        return !errors_ && owns_all_ && tile_.cols % CHOICE_SIDE == 0
+               && vectors_aligned(master + tile_.element, 4 * sizeof *master, tile_, grid)
+               && (!casts_ || (grid.cols % CHOICE_SIDE == 0 && (u64)codes % 8 == 0));
     }
 
-    // Where it takes vectors. A warp reads two blocks, four rows at a time so that lanes side by
-    // side read what lies side by side, while the blocks before are worked on; each lane takes its
-    // row out of shared memory.
+    // Where it takes vectors. A warp copies all its rounds of two blocks to shared memory, so that
+    // lanes side by side read what lies side by side, and each lane takes its rows out of that.
     template <class Nominal, class T>
-    ZEROCAST_FN void at_once(const T* master, WarpRows& rows) const {
-        int lane = threadIdx.x % 32, across = lane % ACROSS, down = lane / ACROSS;
+    ZEROCAST_FN void at_once(const T* master) const {
+        int across = threadIdx.x % ACROSS, down = threadIdx.x % 32 / ACROSS;
         i64 cols = shard_.rowwise.grid.cols;
-        int col = (first_ & ~1) * CHOICE_SIDE + 4 * across;  // in the tile
-        int reads = (tile_.cols - col + STEP - 1) / STEP;    // rounds in which there are columns
-        const T* from[QUADS];
+        int col = first_ / A_WARP * A_WARP * CHOICE_SIDE + 4 * across;  // in the tile
+        const T* from = master + tile_.element + down * cols + col;
 #pragma unroll
-        for (int k = 0; k < QUADS; k++) {
-            // A row that the matrix does not have is read from the last one.
-            int row = Scalar::min(k * DOWN + down, tile_.rows - 1);
-            from[k] = master + tile_.element + row * cols + col;
+        for (int n = 0; n < MOST_ROUNDS; n++) {
+#pragma unroll
+            for (int row = 0; row < CHOICE_SIDE; row += DOWN)
+                copy_async<4 * sizeof(T)>(&memory_.vector(n, row + down, across),
+                                          from + row * cols + n * STEP,
+                                          row + down < tile_.rows && col + n * STEP < tile_.cols);
+            end_copies();
         }
-        Four four[QUADS] = {};
-        auto ask = [&](u32 wanted) {
-#pragma unroll
-            for (int k = 0; k < QUADS; k++) {
-                four[k].load_at_once(from[k], wanted);
-                from[k] += STEP;
-            }
-        };
-        ask(reads > 0);
+        derive();
+        u8* codes_of_row = codes_of(0);
         for_each_block([&](int n) {
-#pragma unroll
-            for (int k = 0; k < QUADS; k++) {
-                Vec4 q = round_vec4<Nominal>(four[k].template values<T>());
-                rows.quads[k * DOWN + down][across] = float4{q.x[0], q.x[1], q.x[2], q.x[3]};
-            }
-            ask(n + 1 < reads);
+            wait_for_copies<MOST_ROUNDS - 1>();
+            end_copies();  // an empty group, so that this round's is the earliest but the next time
             __syncwarp();
+            auto vector = [&](int k) {
+                Four four;
+                four.load_shared<4 * sizeof(T)>(
+                    &memory_.vector(n, lane_, first_ % A_WARP * QUADS + k));
+                return round_vec4<Nominal>(four.values<T>());
+            };
             BlockErrors errors(*this, n);
+            RowCodes codes;
 #pragma unroll
             for (int k = 0; k < QUADS; k++) {
-                float4 x = rows.quads[lane_][lane / CHOICE_SIDE * QUADS + k];
-                errors.add(Vec4{{x.x, x.y, x.z, x.w}});
+                Vec4 q = vector(k);
+                errors.add(q, [&](int j, const TwoCodes& both) { codes.add(k, j, both); });
+                codes.add_signs(k, q);
             }
-            __syncwarp();  // before the next blocks are written there
-            decide(n, errors.sum);
+            bool by_map4 = decide(n, errors.sum);
+            if (!casts_ || !(whole_ >> n & 1)) return;
+            const Candidate& candidate = candidate_of(n, by_map4);
+            u8* to = codes_of_row + n * bytes_of<F>(STEP);
+            if (candidate.limited) {
+                *(u64*)to = codes.word(0, by_map4) | (u64)codes.word(1, by_map4) << 32;
+                return;
+            }
+#pragma unroll 1
+            for (int k = 0; k < QUADS; k++) {
+                Vec4 q = vector(k);
+                for (int j = 0; j < 4; j++) q.x[j] = q.x[j] * candidate.multiplier;
+                store_codes_at_once<F>(to + 2 * k, encode_vec4<F>(q), 1);
+            }
         });
+        wait_for_copies<0>();
     }
 
     // Rows of any width, anywhere. What lies beyond is 0, and so is its error.
     template <class T>
     ZEROCAST_FN void anywhere(const T* master) const {
+        derive();
         for_each_block([&](int n) {
             int wanted = whole_ >> n & 1 ? width(n) : 0;
+            auto element = [&](int at) {
+                float x = value_of(master[element_ + n * STEP + at]);
+                return round_element(x, shard_.round_to);
+            };
             BlockErrors errors(*this, n);
 #pragma unroll 1
             for (int at = 0; at < CHOICE_SIDE; at += 4) {
                 Vec4 x{};
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    if (at + j < wanted)
-                        x.x[j] = round_element(value_of(master[element_ + n * STEP + at + j]),
-                                               shard_.round_to);
+                    if (at + j < wanted) x.x[j] = element(at + j);
                 }
-                errors.add(x);
+                errors.add(x, [](int, const TwoCodes&) {});
             }
-            if (choices_)
-                decide(n, errors.sum);
-            else
-                leave_errors(n, errors.sum);
+            if (errors_) return leave_errors(n, errors.sum);
+            float multiplier = candidate_of(n, decide(n, errors.sum)).multiplier;
+            if (!casts_) return;
+            u8* to = codes_of(n);
+#pragma unroll 1
+            for (int at = 0; at < wanted; at += 2) {
+                u32 low = (u32)encode<F, Scalar>(element(at) * multiplier);
+                to[at / 2] = (u8)(low | (u32)encode<F, Scalar>(element(at + 1) * multiplier) << 4);
+            }
         });
     }
 
@@ -177,21 +229,22 @@ class TileErrors {
         Errors<Scalar> sum{};
 
         ZEROCAST_FN BlockErrors(const TileErrors& tile, int n) {
-            int b = tile.first_ + n * AT_ONCE;
-            float map = tile.scales_.map[2 * b + tile.lane_ / 8];
-            float value = tile.numerics_.template dequantized<Scalar>(tile.lane_ % 8, map);
-            int last = tile.lane_ < E2M1::MAX_CODE ? tile.lane_ : E2M1::MAX_CODE;
-            value4 = __shfl_sync(ALL_LANES, value, last, CHOICE_SIDE);
-            value6 = __shfl_sync(ALL_LANES, value, last + 8, CHOICE_SIDE);
-            multiplier4 = tile.scales_.multiplier[2 * b];
-            multiplier6 = tile.scales_.multiplier[2 * b + 1];
+            const Candidate &map4 = tile.candidate_of(n, true), &map6 = tile.candidate_of(n, false);
+            int last = tile.lane_ < F::MAX_CODE ? tile.lane_ : F::MAX_CODE;
+            value4 = map4.values[last];
+            value6 = map6.values[last];
+            multiplier4 = map4.multiplier;
+            multiplier6 = map6.multiplier;
         }
 
-        ZEROCAST_FN void add(const Vec4& q) {
+        // Calls with_codes(j, those of element j under both scales).
+        template <class WithCodes>
+        ZEROCAST_FN void add(const Vec4& q, const WithCodes& with_codes) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float x = absolute<Scalar>(q.x[j]);
                 TwoCodes code(x * multiplier4, x * multiplier6);
+                with_codes(j, code);
                 float of4 = __shfl_sync(ALL_LANES, value4, (int)code.low, CHOICE_SIDE);
                 float of6 = __shfl_sync(ALL_LANES, value6, (int)code.high, CHOICE_SIDE);
                 sum.map4 = sum.map4 + FourOverSixNumerics::error<SQUARED, Scalar>(x, of4);
@@ -200,11 +253,58 @@ class TileErrors {
         }
     };
 
+    // The number in the tile of the warp's block b, and whether there is one.
+    ZEROCAST_FN int of_tile(int b) const {
+        return first_ / A_WARP * A_WARP + b / A_WARP * AT_ONCE + b % A_WARP;
+    }
+    ZEROCAST_FN bool exists(int b) const { return of_tile(b) < tile_.blocks; }
+
+    // Works out both candidates of the warp's blocks.
+    ZEROCAST_FN void derive() const {
+        int lane = threadIdx.x % 32;
+        if (lane < 2 * MOST_BLOCKS && exists(lane / 2)) {
+            i32 amax = shard_.rowwise.block_amax[tile_.first_block + of_tile(lane / 2)];
+            i32 stored = numerics_.template stored<Scalar>(amax, lane % 2 == 0);
+            Candidate& candidate = memory_.candidates[lane / 2][lane % 2];
+            candidate.map = decode<E4M3, Scalar>(stored);
+            candidate.multiplier = numerics_.template multiplier_under<Scalar>(stored);
+            candidate.limited = Scalar::value(amax) * candidate.multiplier < TwoCodes::UNLIMITED;
+        }
+        __syncwarp();
+        int code = lane % MAGNITUDES, under = lane / MAGNITUDES % 2;
+        constexpr int SIDE_BY_SIDE = 32 / (2 * MAGNITUDES);
+#pragma unroll 1
+        for (int b = lane / (2 * MAGNITUDES); b < MOST_BLOCKS && exists(b); b += SIDE_BY_SIDE) {
+            Candidate& candidate = memory_.candidates[b][under];
+            // 0 would be divided slowly, and stays what it is.
+            float zero = 0.0f * candidate.map * numerics_.tensor_amax;
+            float other =
+                numerics_.template dequantized<Scalar>(Scalar::max(code, 1), candidate.map);
+            candidate.values[code] = code == 0 ? zero : other;
+        }
+        __syncwarp();
+    }
+
+    // Of the block that this lane's row is in, in round n.
+    ZEROCAST_FN const Candidate& candidate_of(int n, bool map4) const {
+        return memory_.candidates[A_WARP * n + first_ % A_WARP][map4 ? 0 : 1];
+    }
+
+    ZEROCAST_FN u8* codes_of(int n) const {
+        return global(shard_.rowwise.codes) + byte_of<F>(shard_, element_ + n * STEP);
+    }
+
     // Calls work(n) as long as a lane of the warp has a block.
     template <class Work>
     ZEROCAST_FN void for_each_block(const Work& work) const {
 #pragma unroll 1
-        for (int n = 0; (first_ & ~1) + n * AT_ONCE < tile_.blocks; n++) work(n);
+        for (int n = 0; exists(A_WARP * n); n++) work(n);
+    }
+
+    // In which the tile has columns of this lane's blocks.
+    ZEROCAST_FN int rounds() const {
+        int left = tile_.cols - first_ * CHOICE_SIDE;
+        return left > 0 ? (left + STEP - 1) / STEP : 0;
     }
 
     // Columns of block n.
@@ -213,11 +313,13 @@ class TileErrors {
         return left < CHOICE_SIDE ? left : CHOICE_SIDE;
     }
 
-    ZEROCAST_FN void decide(int n, Errors<Scalar> errors) const {
+    // Writes whether the block is scaled by map4, and returns it.
+    ZEROCAST_FN bool decide(int n, Errors<Scalar> errors) const {
         if (!(whole_ >> n & 1)) errors = {};
-        u8 choice = choose(errors);
+        bool by_map4 = choose(errors);
         if (lane_ == 0 && first_ + n * AT_ONCE < tile_.blocks)
-            global(choices_)[n * AT_ONCE] = choice;
+            global(choices_)[n * AT_ONCE] = by_map4;
+        return by_map4;
     }
 
     ZEROCAST_FN void leave_errors(int n, const Errors<Scalar>& errors) const {
@@ -229,34 +331,34 @@ class TileErrors {
 
     const CastShard& shard_;
     const Tile& tile_;
-    TileScales& scales_;
+    WarpMemory& memory_;
     FourOverSixNumerics numerics_;
     int lane_, first_;
     i64 element_;              // flat index of the first one in block first_
+    bool owns_all_, casts_;    // whether the tile is this rank's, and codes are written
     u32 whole_ = 0, cut_ = 0;  // bit n: whether this rank owns all or some of the row in block n
-    u8* choices_ = nullptr;    // of blocks from first_ on, or
-    float* errors_ = nullptr;  // of the row in them, where ranks share it
+    u8* choices_;              // of blocks from first_ on
+    float* errors_ = nullptr;  // of the row in them, where ranks share that
 };
 
 template <bool SQUARED>
-__global__ void __launch_bounds__(THREADS, 5)
+__global__ void __launch_bounds__(THREADS, 6)
     partial_select(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count,
                    const __grid_constant__ NumericsTable table) {
-    __shared__ TileScales scales;
-    __shared__ WarpRows rows[THREADS / 32];
-    for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
+    __shared__ WarpMemory memory[THREADS / 32];
+    // Tiles are fewer than 2^31; a number of 64 bits would take a register too many.
+    for (u32 t = blockIdx.x; t < count; t += gridDim.x) {
         Tile tile = tiles[t];
         const CastShard& shard = shards[tile.weight];
-        TileErrors<SQUARED> errors(shard, tile, scales, table.scale_max);
-        errors.derive();
-        __syncthreads();
+        TileErrors<SQUARED> errors(shard, tile, memory[threadIdx.x / 32], table.scale_max);
         with_rounded_master(shard, [&](auto* master, auto nominal) {
-            if (errors.takes_vectors(master))
-                errors.template at_once<decltype(nominal)>(master, rows[threadIdx.x / 32]);
-            else
+            if (__all_sync(ALL_LANES, errors.takes_vectors(master))) {
+                errors.template at_once<decltype(nominal)>(master);
+            } else {
                 errors.anywhere(master);
-            errors.leave_elements(master);
+                errors.leave_elements(master);
+            }
         });
-        __syncthreads();  // before the next tile derives its scales
+        __syncwarp();  // before the next tile's candidates are worked out
     }
 }

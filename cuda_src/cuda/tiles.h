@@ -133,6 +133,12 @@ ZEROCAST_FN bool vectors_aligned(const void* first, int bytes, const Tile& tile,
     return (u64)first % bytes == 0 && (tile.rows == 1 || grid.cols % 4 == 0);
 }
 
+// Whether the tile is all vectors, of elements of [start, end), which this rank owns.
+ZEROCAST_FN bool owns_all(const Tile& tile, const Grid& grid, i64 start, i64 end) {
+    i64 last = tile.element + (tile.rows - 1) * grid.cols + tile.cols;
+    return tile.cols % 4 == 0 && start <= tile.element && last <= end;
+}
+
 // Whether no vector of the tile lies in two blocks.
 template <class Shape>
 ZEROCAST_FN bool vectors_keep_to_blocks(const Tile& tile, const Grid& grid) {

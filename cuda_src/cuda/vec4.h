@@ -83,6 +83,18 @@ struct Four {
         }
     }
 
+    // From shared memory, at a multiple of so many BYTES of four elements.
+    template <int BYTES>
+    ZEROCAST_FN void load_shared(const void* from) {
+        if constexpr (BYTES == 16) {
+            uint4 bits = *(const uint4*)from;
+            word[0] = bits.x, word[1] = bits.y, word[2] = bits.z, word[3] = bits.w;
+        } else {
+            u64 bits = *(const u64*)from;
+            word[0] = (u32)bits, word[1] = (u32)(bits >> 32);
+        }
+    }
+
     // Let values be made again where they are used again: kept, they would take more registers.
     ZEROCAST_FN void forget_values() {
 #ifdef __CUDA_ARCH__

@@ -56,6 +56,16 @@ constexpr unsigned char RUBBISH = 0xC7;
 
 enum State { READY, IN_BLOCK, IN_WARP, ENDED };
 
+// A copy beside which a thread goes on.
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+    bool wanted;
+    unsigned group;
+};
+constexpr int MAX_COPIES = 64;  // of a thread
+
 struct Fiber {
     void* stack_pointer;
     emulated_index index;
@@ -66,6 +76,8 @@ struct Fiber {
     void* watched;       // what the thread sanitizer knows it by
     unsigned barriers;   // that it has come to
     char came, goes_on;  // what orders it at __syncwarp
+    int num_copies;      // under way
+    unsigned group;      // of copies that begin now
 };
 
 struct Warp {
@@ -73,6 +85,7 @@ struct Warp {
 };
 
 static Fiber fibers[MAX_THREADS];
+static Copy copies[MAX_THREADS][MAX_COPIES];  // of each fiber, in the order in which they began
 static Warp warps[MAX_THREADS / WARP];
 static unsigned char* stacks;
 static Fiber* current;
@@ -164,6 +177,9 @@ UNWATCHED static void fiber_main() {
     const u64* a = arguments;
     auto function = (void (*)(u64, u64, u64, u64, u64, u64, Struct))kernel;
     function(a[0], a[1], a[2], a[3], a[4], a[5], *(const Struct*)(a + argument_words));
+    if (current->num_copies)
+        report("block %u: thread %u ends while copies are under way", block_index.x,
+               current->index.x);
     current->state = ENDED;
     come_before(&block_end);
     end_launch();
@@ -327,6 +343,34 @@ UNWATCHED static const int* exchange(unsigned mask, int value, int line, bool or
     return warp.values;
 }
 
+// Copies are done when their thread waits for them, and no sooner: until then the target holds
+// rubbish, written when they begin, so that it may not be in use any more.
+static inline void copy_async(void* to, const void* from, int bytes, bool wanted) {
+    memset(to, RUBBISH, bytes);
+    if (current->num_copies == MAX_COPIES) {
+        report("the emulation takes %d copies of a thread at a time", MAX_COPIES);
+        end_launch();
+    }
+    copies[current - fibers][current->num_copies++] = {to, from, bytes, wanted, current->group};
+}
+
+static inline void end_copies() { current->group++; }
+
+static inline void wait_for_copies(int later) {
+    Copy* mine = copies[current - fibers];
+    int left = 0;
+    for (int i = 0; i < current->num_copies; i++) {
+        Copy copy = mine[i];
+        if (copy.group + later >= current->group)
+            mine[left++] = copy;
+        else if (copy.wanted)
+            memcpy(copy.to, copy.from, copy.bytes);
+        else
+            memset(copy.to, 0, copy.bytes);
+    }
+    current->num_copies = left;
+}
+
 }  // namespace emulation
 
 #define threadIdx (emulation::current->index)
@@ -365,6 +409,13 @@ UNWATCHED static inline float __shfl_sync(unsigned mask, float value, int lane, 
     bits = emulation::exchange(mask, bits, line)[first + (unsigned)lane % width];
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+UNWATCHED static inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+    const int* values = emulation::exchange(mask, predicate != 0, line);
+    int all = 1;
+    for (int i = 0; i < emulation::WARP; i++) all &= !(mask >> i & 1) | values[i];
+    return all;
 }
 
 static inline int atomicMax(int* at, int value) {

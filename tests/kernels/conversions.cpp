@@ -1,5 +1,7 @@
 // Codes of E2M1 as the kernels make them, against the text that they stand for: of every magnitude
-// of FP32, infinity and NaN included, and of words of four. Prints how many differ. Then, whether
+// of FP32, infinity and NaN included, and of words of four; by stochastic rounding, of every one
+// that is not rounded to the same code under all draws, under the two draws between which its code
+// changes. Prints how many differ. Then, whether
 // what 4-over-6 codes by two at a time is small enough for that: prints how many blocks' amaxes are
 // not, and the largest.
 #include <cstdio>
@@ -13,9 +15,36 @@ static bool differs(i32 bits) {
     float magnitude = Scalar::value(bits);
     i32 code = encode_magnitude<E2M1, Scalar>(magnitude) & E2M1::MAX_CODE;
     i32 first = Scalar::bits(FIRST);
-    bool outside = e2m1_unbounded(magnitude) > first + 15;  // of four bits
+    i32 unbounded = e2m1_unbounded(magnitude);
     return (e2m1_by_lines(magnitude) != first + code)
-           | (outside & (magnitude <= TwoCodes::LARGEST_OF_TWO));
+           | ((unbounded != first + code) & (magnitude < TwoCodes::UNLIMITED))
+           | ((unbounded > first + 15) & (magnitude <= TwoCodes::LARGEST_OF_TWO));
+}
+
+// The largest draw under which a magnitude is rounded down.
+static u32 last_below(float magnitude) {
+    u32 draw = 0;
+    i32 below = encode_e2m1_stochastic<Scalar>(magnitude, 0);
+    for (u32 bit = 1 << 15; bit > 0; bit /= 2) {
+        if (encode_e2m1_stochastic<Scalar>(magnitude, (i32)(draw | bit)) == below) draw |= bit;
+    }
+    return draw;
+}
+
+// Whether four elements differ, of two magnitudes and both signs, each under that draw and the
+// next.
+static bool differs_stochastically(const float (&magnitudes)[2]) {
+    Vec4 q;
+    u64 draws = 0;
+    u32 codes = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 draw = last_below(magnitudes[i / 2]);
+        if (i % 2 && draw < 0xFFFF) draw++;
+        draws |= (u64)draw << 16 * i;
+        q.x[i] = i % 3 ? -magnitudes[i / 2] : magnitudes[i / 2];
+        codes |= (u32)encode_e2m1_stochastic<Scalar>(q.x[i], (i32)draw) << 4 * i;
+    }
+    return encode_e2m1_stochastic_vec4(draws, q) != codes;
 }
 
 struct UnderBothScales {
@@ -62,6 +91,15 @@ int main() {
         wrong += encode_vec4<E2M1>(q) != codes;
     }
     printf("%llu of %llu magnitudes differ\n", wrong, visited);
+    constexpr u32 ROUNDED = 0x33000000, SATURATES = 0x40E00000;  // 2^-25, 7
+    wrong = 0;
+    for (u32 bits = 0; bits < 1u << 31;) {
+        u32 step = bits >= ROUNDED && bits < SATURATES ? 1 : 997;
+        u32 next = bits + step < 1u << 31 ? bits + step : (u32)NAN_BITS;
+        wrong += differs_stochastically({Scalar::value((i32)bits), Scalar::value((i32)next)});
+        bits += 2 * step;
+    }
+    printf("%llu pairs of magnitudes differ by stochastic rounding\n", wrong);
 
     // Amaxes of tensors from 1 ulp to NaN, and of their blocks, at strides that have no factor
     // of 2.

@@ -73,7 +73,9 @@ def near_ties(rows: int, cols: int) -> torch.Tensor:
     return x
 
 
-def drawn(scheme: Scheme, extents: list[Extent], master: Callable[[], torch.Tensor]) -> Subject:
+def drawn(
+    scheme: Scheme, extents: list[Extent], master: Callable[[], torch.Tensor], **fixed: bool
+) -> Subject:
     """All operations on one weight, whose values are drawn when they run. Processes are forked from
     one that has imported this module, and the threads that torch starts for a large tensor do not
     survive a fork.
@@ -81,7 +83,7 @@ def drawn(scheme: Scheme, extents: list[Extent], master: Callable[[], torch.Tens
 
     def run(backend: Backend, **options: bool) -> Written:
         return run_operations(
-            backend, scheme=scheme, masters=[master()], extents=extents, **options
+            backend, scheme=scheme, masters=[master()], extents=extents, **fixed, **options
         )
 
     return run
@@ -158,18 +160,28 @@ def expanded(backend: Backend, alone: bool = False) -> Written:
 
 
 def chosen(
-    error: str, rows: int, cols: int, cuts: list[int], master: Callable[[int, int], torch.Tensor]
+    error: str,
+    rows: int,
+    cols: int,
+    cuts: list[int],
+    master: Callable[[int, int], torch.Tensor],
+    **options: bool,
 ) -> Subject:
     """Choices under 4-over-6 of ranks between whom the weight is cut."""
     scheme = nvfp4(rows, cols, NVFP4Numerics(four_over_six=error))
     extents = [Extent(*ends) for ends in zip([0, *cuts], [*cuts, rows * cols], strict=True)]
 
-    return drawn(scheme, extents, lambda: master(rows, cols))
+    return drawn(scheme, extents, lambda: master(rows, cols), **options)
 
 
 def normal(rows: int, cols: int) -> torch.Tensor:
     """[rows * cols] values."""
     return draw_values("normal", rows * cols, 5)
+
+
+def unaligned(rows: int, cols: int) -> torch.Tensor:
+    """[rows * cols] values that no vectors read."""
+    return draw_values("normal", rows * cols + 1, 5)[1:]
 
 
 def fused(op: FusedOp, kind: str) -> Subject:
@@ -313,6 +325,11 @@ SUBJECTS: dict[str, Subject] = {
     "4-over-6": chosen("mse", 70, 1040, [16 * 1040, 40_001, 41_055, 69 * 1040 + 3], normal),
     "4-over-6, whole": chosen("mae", 16, 8192, [], near_ties),
     "4-over-6, cut": chosen("mae", 16, 8192, [17], near_ties),
+    "4-over-6, cast": chosen(
+        "mse", 70, 1040, [16 * 1040 + 1, 64 * 1040 - 1], normal, reads_once=True
+    ),
+    "4-over-6, whole, cast": chosen("mae", 16, 8192, [], near_ties, reads_once=True),
+    "4-over-6, anywhere": chosen("mse", 70, 528, [33 * 528], unaligned, reads_once=True),
     "copied codes": copied_codes,
     "adamw": updated,
     "digests": digested,

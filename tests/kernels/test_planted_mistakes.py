@@ -33,7 +33,13 @@ DRAWN = ("nvfp4 drawn", "nvfp4 drawn in columns", "nvfp4 drawn from a four")
 # Which subjects run the kernels of a source with barriers, or with ends of shards.
 SOURCES = {
     "partial_amax": (*PLANES, *ROW_BLOCKS),
-    "partial_select": ("4-over-6", "4-over-6, whole"),
+    "partial_select": (
+        "4-over-6",
+        "4-over-6, whole",
+        "4-over-6, cast",
+        "4-over-6, whole, cast",
+        "4-over-6, anywhere",
+    ),
     "select": ("4-over-6", "4-over-6, cut"),
     "compute_scale_delayed": ("delayed",),
     "partial_cast": (*PLANES, "delayed", *ROW_BLOCKS, *DRAWN[1:]),
@@ -135,6 +141,16 @@ def test_an_element_too_many_or_too_few(
     assert is_caught(Mistake(source, "cuda/tiles.h", right, wrong), subjects)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("start <= tile.element", "start <= tile.element + 1"), ("last <= end", "last <= end + 1")],
+)
+@pytest.mark.parametrize("source", ["partial_cast", "partial_select"])
+def test_a_tile_that_is_taken_for_owned(source: str, right: str, wrong: str) -> None:
+    """A tile of which another rank owns one element is not this rank's."""
+    assert is_caught(Mistake(source, "cuda/tiles.h", right, wrong))
+
+
 @first_of_each(
     ("source", "right", "wrong"),
     [
@@ -148,12 +164,20 @@ def test_an_element_too_many_or_too_few(
         ("partial_select", "+ width(n) <= shard.end", "+ width(n) <= shard.end + 1"),
         ("partial_select", "e < end", "e < end - 1"),
         ("partial_select", "element >= shard.start", "element + 1 >= shard.start"),
-        ("partial_select", "lane_ >= tile.rows", "lane_ >= tile.rows - 1"),
-        ("partial_select", "if (cut < 0)", "if (cut <= 0)"),
+        ("partial_select", "!owns_all_ && n < rounds()", "!owns_all_ && n + 1 < rounds()"),
+        ("partial_select", "(owns_all_ && lane_ < tile.rows)", "(owns_all_)"),
+        ("partial_select", "if (cut >= 0)", "if (cut > 0)"),
         ("partial_select", "at + j < wanted", "at + j < wanted - 1"),
-        ("partial_select", "n + 1 < reads", "n + 2 < reads"),
-        ("partial_select", "k * DOWN + down, tile_.rows - 1", "k * DOWN + down, tile_.rows - 2"),
-        ("partial_select", "? tile.lane_ : E2M1::MAX_CODE", "? tile.lane_ : tile.lane_ % 8"),
+        ("partial_select", "row + down < tile_.rows", "row + down < tile_.rows - 1"),
+        ("partial_select", "col + n * STEP < tile_.cols", "col + n * STEP + 4 < tile_.cols"),
+        ("partial_select", "<MOST_ROUNDS - 1>", "<MOST_ROUNDS>"),
+        ("partial_select", "? tile.lane_ : F::MAX_CODE", "? tile.lane_ : tile.lane_ % 8"),
+        ("partial_select", "left + STEP - 1", "left"),
+        ("partial_select", "tile.element >= shard.whole_begin", "tile.element >= shard.start"),
+        ("partial_select", "tile.element < shard.whole_end", "tile.element < shard.end"),
+        ("partial_select", "< TwoCodes::UNLIMITED", "< TwoCodes::LARGEST_OF_TWO"),
+        ("partial_select", "odd_before, odd, 0x5410", "odd, odd, 0x5410"),
+        ("partial_select", "at < wanted; at += 2", "at < wanted - 2; at += 2"),
         ("select", "j < width", "j < width - 1"),
         ("select", "if (segment >= 0)", "if (segment > 0)"),
         ("select", "row < grid.rows", "row < grid.rows - 1"),
@@ -188,10 +212,12 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
     [
         ("fp8", "turn_ ^= 1", "turn_ = 0"),
         ("fp8", "place.rows - 1 : 0", "place.rows : 0"),
-        ("fp8", "k < count", "k < count - 1"),
+        ("fp8", "word, k < count", "word, k < count - 1"),
         ("fp8", "b * A_BYTE < left", "b * A_BYTE + 1 < left"),
         ("mx", "col < cols ? rows", "col <= cols ? rows"),
-        ("mx", "cols_ - 4", "cols_ - 3"),
+        ("fp8", "cols_ - 4", "cols_ - 3"),
+        ("mx", "k), k < count", "k), k + 1 < count"),
+        ("mx", "k < place.count", "k < place.count - 1"),
         ("mx", "vector < place.rows", "vector + 1 < place.rows"),
         ("mx", "block_col * SIDE < cols_", "block_col * SIDE <= cols_"),
         ("mx", "told[w][column]", "told[0][column]"),
@@ -244,7 +270,7 @@ def test_scales_past_an_edge(right: str, wrong: str) -> None:
     [
         ("apart = CHOICE_SIDE / 4; apart > 0; apart /= 2", "apart = 1; apart < 8; apart *= 2"),
         nightly("apart = CHOICE_SIDE / 4;", "apart = CHOICE_SIDE / 8;"),
-        nightly("sum < shuffled", "sum <= shuffled"),
+        nightly("sum < others : others", "sum <= others : others"),
     ],
 )
 @pytest.mark.parametrize("source", ["partial_select", "select"])

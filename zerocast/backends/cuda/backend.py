@@ -114,6 +114,7 @@ class CudaBackend(ReferenceBackend):
         shards = [shard for shard in operands if shard.extent]
         for shard in shards:
             _check_choosing(shard.grid)
+            _check_whole_bytes(shard.grid.cols)
         cuts = Cuts.of(((tiling.shard_tiles, s.grid, s.extent),) for s in shards)
         return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 

@@ -16,6 +16,7 @@ from zerocast.numerics import (
     Float8Numerics,
     MXNumerics,
     Numerics,
+    NVFP4Numerics,
     Operands,
     PlaneBuffers,
     TensorOperand,
@@ -73,8 +74,12 @@ class Cuts:
 
 
 def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-    """Say whether partial_amax_cast.cu takes planes in these blocks."""
+    """Say whether partial_amax_cast.cu takes planes in these blocks, or partial_select.cu casts
+    them.
+    """
     (first, *others), side = grids, ONE_READ.get(type(numerics))
+    if isinstance(numerics, NVFP4Numerics):
+        return numerics.four_over_six is not None and not numerics.stochastic_rounding
     if first.block_w != side or first.block_h not in (1, side) or first.cols >= tiling.MAX_COLS:
         return False
     seconds = [(grid.block_h, grid.block_w) for grid in others]
