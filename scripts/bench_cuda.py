@@ -15,8 +15,9 @@ as medians,
 Each is a row of its own (bench_rows.py), written to OUTPUT.jsonl as soon as it is found; OUTPUT.md
 is the page of all rows that are there. With --transformer-engine CHECKOUT it also compiles that
 project's own kernels out of a checkout, or links what is built there, and runs them on the same
-tensors (bench_transformer_engine.py). Two ways need no GPU: --host, the host's time alone
-(bench_host.py); and --rehearse, a few rows of small weights on the tests' emulation.
+tensors (bench_transformer_engine.py). With --once it measures nothing, and runs steps for a
+profiler. Two ways need no GPU: --host, the host's time alone (bench_host.py); and --rehearse, a few
+rows of small weights on the tests' emulation.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -225,6 +227,22 @@ def others(machine: Machine, recipe: str, rounds: int) -> Result:
     return {name: x.numel() / seconds(run) for name, run in casts.items()}
 
 
+def run_once(machine: Machine, steps: Sequence[str]) -> None:
+    """Run steps, each a ``RECIPE:STEP``, on eight of the largest weight, after a whole cast: what a
+    profiler counts that begins when it is told.
+    """
+    shapes = [max(next(iter(machine.sets.values())), key=math.prod)] * 8
+    for each in steps:
+        recipe, step = each.split(":")
+        machine.free()
+        work = prepare_rank_0(machine.backend, RECIPES[recipe], shapes, 1, machine.device)
+        run_all(work.cast)
+        machine.wait()
+        with torch.cuda.profiler.profile() if machine.device == "cuda" else nullcontext():
+            work.steps[step]()
+            machine.wait()
+
+
 def cuda_backend() -> CudaBackend:
     """Return the backend of the kernels."""
     backend = backend_for(torch.device("cuda"))
@@ -373,6 +391,9 @@ def main(arguments: Sequence[str]) -> int:
         metavar="CHECKOUT",
         help="where that project lies, to run its kernels beside ours",
     )
+    parser.add_argument(
+        "--once", nargs="+", metavar="RECIPE:STEP", help="run these once, for a profiler"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.host:
@@ -381,6 +402,9 @@ def main(arguments: Sequence[str]) -> int:
     if not (options.rehearse or torch.cuda.is_available()):
         print("bench_cuda.py needs a CUDA device; --host measures what can be measured without.")
         return 1
+    if options.once:
+        run_once(emulation() if options.rehearse else gpu(), options.once)
+        return 0
     rows = Rows(options.output.with_suffix(".jsonl"))
     if options.worker:
         machine = emulation() if options.rehearse else gpu()

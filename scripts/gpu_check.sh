@@ -6,6 +6,7 @@
 #   speed        the benchmark's table: llama-like, expert-like and narrow weights, all recipes            270 s
 #   tests        the tests marked cuda: graphs, threads and streams first, then equality                   300 s
 #   sanitizers   compute-sanitizer over a plan of every recipe, our kernels alone                          400 s
+#   counters     Nsight Compute's counters of the steps of COUNTED, and where their warps wait            120 s
 #   beside       the same work by torch, torch.compile and torchao; and by TransformerEngine's kernels     500 s
 #
 #   scripts/gpu_check.sh [--rehearse] [--checkout CHECKOUT] DIRECTORY [STAGE...]
@@ -34,7 +35,7 @@ done
 RESULTS=${1:?"usage: scripts/gpu_check.sh [--rehearse] [--checkout CHECKOUT] DIRECTORY [STAGE...]"}
 shift
 STAGES=("$@")
-((${#STAGES[@]})) || STAGES=(compile smoke speed tests sanitizers beside)
+((${#STAGES[@]})) || STAGES=(compile smoke speed tests sanitizers counters beside)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
 PAGE="$RESULTS/gpu_check.md"
@@ -117,6 +118,22 @@ stage_sanitizers() {
     found=$(grep -c "^unfinished" "$log")
     ((found == 0)) || { failed=1 && echo "$found runs not ended: lines that begin with unfinished say which" >>"$log"; }
     return $failed
+}
+
+COUNTED=(nvfp4:amax nvfp4:cast nvfp4:transpose nvfp4_stochastic:cast "nvfp4_4over6:select and cast" fp8:cast
+    "fp8_blockwise:one pass" "mxfp8:one pass" mxfp8:scale)
+
+stage_counters() {
+    local report="$RESULTS/counters.ncu-rep" once=("$PYTHON" scripts/bench_cuda.py "${REHEARSE[@]}" --once "${COUNTED[@]}")
+    if ((${#REHEARSE[@]})); then
+        within counters 120 "${once[@]}"
+        return
+    fi
+    command -v ncu >/dev/null || { echo "ncu is not installed" >>"$RESULTS/counters.log" && return; }
+    within counters 120 ncu --profile-from-start off --clock-control none --set full -f -o "$report" "${once[@]}" ||
+        return 1
+    ncu --import "$report" --page details >"$RESULTS/counters.txt"
+    ncu --import "$report" --page source --csv >"$RESULTS/counters.csv"
 }
 
 stage_beside() {

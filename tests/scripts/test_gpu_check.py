@@ -198,7 +198,7 @@ def test_a_rehearsal_that_is_killed_goes_on(bench_rows: ModuleType, tmp_path: Pa
 def test_a_rehearsal_killed_at_every_second(bench_rows: ModuleType, tmp_path: Path) -> None:
     """Whatever stage it is in, the rows are whole, and calls enough end it."""
     names = ("rows.jsonl", "bench_cuda.jsonl")
-    stages = ("compile", "smoke", "speed", "beside")
+    stages = ("compile", "smoke", "speed", "counters", "beside")
     for second in range(1, 20):
         process = rehearse(tmp_path, *stages)
         time.sleep(second)
