@@ -32,7 +32,12 @@ class PlaneCast {
           ahead_(ahead),
           streams_(streams) {}
     PlaneCast(const PlaneCast&) = delete;
-    ~PlaneCast() { add_changes(changes_, digest_, count_); }
+    ~PlaneCast() {
+        if constexpr (WAITS) {
+            if (changes_.flags) store_changed();
+        }
+        add_changes(changes_, digest_, count_);
+    }
 
     const Grid& grid() const { return plane_.grid; }
 
@@ -184,6 +189,9 @@ class PlaneCast {
     // Whether groups without a NaN have a way of their own: of E2M1 it would hardly be faster.
     static constexpr bool SKIPS_NAN = F::BITS == 8;
 
+    // Whether groups that change wait to be stored together, which takes a mask of what differs.
+    static constexpr bool WAITS = W == 16;
+
     CodePlane plane_;
     const u8* choices_;
     Changes changes_;
@@ -192,6 +200,7 @@ class PlaneCast {
     BlockMultipliers multipliers_;
     Encoder encoder_;
     mutable u64 digest_ = 0, count_ = 0;  // what was changed so far
+    mutable ChangedGroups<BYTES> changed_;
     i64 ahead_;  // how many elements after one that is read another is asked for
     bool streams_;
 
@@ -280,13 +289,23 @@ class PlaneCast {
     // GROUP codes to where they stay.
     ZEROCAST_FN void keep(u8* to, const Native::Int (&code)[4]) const {
         if (!changes_.flags) return store(to, code);
-        u8 made[BYTES];  // stays in a register
+        alignas(64) u8 made[BYTES];  // stays in a register
         store(made, code);
         u64 changed = differing<BYTES>(made, to);
+        if constexpr (WAITS) {
+            i64 at = to - plane_.codes;
+            if ((at | bytes(codes_start_)) % BYTES == 0) {
+                count_ += __builtin_popcountll(changed);
+                if (changed_.add(changes_, at, made, changed)) store_changed();
+                return;
+            }
+        }
         if (!changed) return;  // and its memory is not written
         note<BYTES>(to, made, changed);
         store(to, code);
     }
+
+    void store_changed() const { digest_ += changed_.store(plane_.codes, bytes(codes_start_)); }
 
     // Notes that the bytes `changed`, a bit each, are going to be what was made, of BYTES bytes
     // that are cast together.

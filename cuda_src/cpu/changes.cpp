@@ -45,42 +45,132 @@ void compare(const Comparison& target, i64 begin, i64 end) {
 // Runs of elements, in order.
 struct Runs {
     static constexpr int MOST = 256;
-    i64 starts[MOST + WORD], ends[MOST + WORD];
+    i64 starts[MOST + 1], ends[MOST + 1];
 };
 
-// Calls batch(runs, count) for all runs of flagged elements, many at once, those that lie less than
-// `closed` apart as one.
-template <class Batch>
-ZEROCAST_FN void each_batch_of_runs(const RunsTarget& target, i64 closed, const Batch& batch) {
-    constexpr int LIST = 4096;
-    i64 words = (target.count + WORD - 1) / WORD;
-    int list[LIST];
-    Runs runs;
-    int last = -1;           // the run that may go on
-    i64 last_end = -closed;  // before the first
-    for (i64 from = 0; from < words; from += LIST) {
-        const u64* flags = target.flags + from;
-        // Few words have flags: which they are is found for many at once, guessing no branch.
-        int found = 0;
-        for (int place = 0, places = (int)min_of(LIST, words - from); place < places; place++) {
-            list[found] = place;
-            found += flags[place] != 0;
+// Words that have flags.
+struct FlaggedWords {
+    static constexpr int MOST = 4096;
+    // With room for a register more, and for one that has none.
+    int places[MOST + 8];
+    u64 flags[MOST + 8];
+    int count;
+
+    // Finds those of `words`, at most MOST, guessing no branch: few have flags.
+    ZEROCAST_FN void find(const u64* from, int words) {
+        count = 0;
+        int place = 0;
+#if defined(__AVX512VL__)
+        __m256i each = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        for (; place + 8 <= words;
+             place += 8, each = _mm256_add_epi32(each, _mm256_set1_epi32(8))) {
+            __m512i word = _mm512_loadu_si512(from + place);
+            __mmask8 any = _mm512_test_epi64_mask(word, word);
+            _mm256_storeu_si256((__m256i*)(places + count), _mm256_maskz_compress_epi32(any, each));
+            _mm512_storeu_si512(flags + count, _mm512_maskz_compress_epi64(any, word));
+            count += __builtin_popcount(any);
         }
-        for (int i = 0; i < found; i++) {
-            i64 at = (from + list[i]) * WORD;
-            // The elements lie far apart, and are asked for before they are copied.
-            __builtin_prefetch(target.values + at * target.itemsize);
-            for (u64 left = flags[list[i]]; left;) {
-                int first = __builtin_ctzll(left);
-                u64 above = ~(left >> first);
-                int length = above ? __builtin_ctzll(above) : (int)WORD;
-                bool is_apart = at + first - last_end >= closed;
-                last += is_apart;
-                if (is_apart) runs.starts[last] = at + first;
-                runs.ends[last] = last_end = at + first + length;
-                left = first + length < WORD ? left & ~0ull << (first + length) : 0;
+#endif
+        for (; place < words; place++) {
+            places[count] = place;
+            flags[count] = from[place];
+            count += from[place] != 0;
+        }
+    }
+
+    // Sets the flags between two of a word that are less than CLOSED apart.
+    template <int CLOSED>
+    ZEROCAST_FN void close_gaps() {
+        for (int i = 0; i < count; i++) {
+            u64 set = flags[i], below = 0, closed = set;
+            for (int k = 1; k < CLOSED; k++) {
+                u64 above = 0;
+                for (int j = 1; j <= CLOSED - k; j++) above |= set >> j;
+                below |= set << k;
+                closed |= below & above;
             }
-            if (last >= Runs::MOST) {
+            flags[i] = closed;
+        }
+    }
+};
+
+// Where elements of runs are copied to, and what they are copied from.
+template <int SIZE>
+struct RunsCopy {
+    u8* to;
+    const u8 *to_end, *values, *values_end;
+
+    // The elements between two runs of two words.
+    ZEROCAST_FN void gap(i64 first, i64 count) {
+        memcpy(to, values + first * SIZE, count * SIZE);
+        to += count * SIZE;
+    }
+
+    // `count` elements from `first` on, which lie in one word of flags.
+    ZEROCAST_FN void operator()(i64 first, i64 count) {
+        const u8* from = values + first * SIZE;
+        i64 size = count * SIZE;
+#if defined(__AVX512BW__)
+        if constexpr (SIZE == 1) {  // a line alone is read
+            i64 skipped = first % WORD;
+            u64 taken = ~0ull >> (WORD - count) << skipped;
+            auto line = _mm512_maskz_loadu_epi8(taken, from - skipped);
+            _mm512_mask_storeu_epi8(to - skipped, taken, line);
+            to += size;
+            return;
+        }
+#endif
+        // Most runs are short: a copy of a fixed size costs a load, and the next run overwrites
+        // what it has too much.
+        if (size <= 8 && to_end - to >= 8 && values_end - from >= 8)
+            memcpy(to, from, 8);
+        else
+            memcpy(to, from, size);
+        to += size;
+    }
+};
+
+// How many flagged words before it is copied the memory of a word is asked for.
+constexpr int AHEAD = 64;
+
+// Calls batch(runs, count) for all runs of flagged elements, many at once, those that lie less than
+// CLOSED apart as one, and copies their elements.
+template <int SIZE, int CLOSED, class Batch>
+ZEROCAST_FN void each_batch_of_runs(const RunsTarget& target, RunsCopy<SIZE>& copy,
+                                    const Batch& batch) {
+    i64 words = (target.count + WORD - 1) / WORD;
+    FlaggedWords found;
+    Runs runs;
+    int last = -1;                      // the run that may go on
+    i64 start = 0, last_end = -CLOSED;  // of it; before the first
+    for (i64 from = 0; from < words; from += FlaggedWords::MOST) {
+        found.find(target.flags + from, (int)min_of(FlaggedWords::MOST, words - from));
+        found.template close_gaps<CLOSED>();
+        found.flags[found.count] = 0;
+        const u8* values = target.values + from * WORD * SIZE;
+        for (int i = 0; i < min_of(AHEAD, found.count); i++)
+            __builtin_prefetch(values + found.places[i] * WORD * SIZE);
+        u64 left = found.flags[0];
+        for (int i = 0; i < found.count;) {  // once a run of a word, or the next word's first
+            int later = (int)min_of(i + AHEAD, found.count - 1);
+            __builtin_prefetch(values + found.places[later] * WORD * SIZE);
+            i64 at = (from + found.places[i]) * WORD;
+            u64 carried = left + (left & -left);
+            i64 first = at + __builtin_ctzll(left);
+            i64 end = at + (carried ? __builtin_ctzll(carried) : WORD);
+            i64 gap = first - last_end;
+            bool is_apart = gap >= CLOSED;
+            if (!is_apart && gap > 0) copy.gap(last_end, gap);
+            copy(first, end - first);
+            last += is_apart;
+            start = is_apart ? first : start;
+            runs.starts[last] = start;
+            runs.ends[last] = last_end = end;
+            left &= carried;
+            bool is_done = !left;
+            i += is_done;
+            left = is_done ? found.flags[i] : left;
+            if (last == Runs::MOST) {
                 batch(runs, last);
                 runs.starts[0] = runs.starts[last];
                 runs.ends[0] = runs.ends[last];
@@ -104,20 +194,20 @@ i64 long_entries(u8* gaps, u8* lengths, i64 gap, i64 length) {
     return entries;
 }
 
-// Writes entries and elements where there is place for the most, moves them together and says how
-// many they are.
+// Writes entries and elements of SIZE bytes where there is place for the most, moves them together
+// and says how many they are.
+template <int SIZE>
 void write_runs(const RunsTarget& target) {
     if (!target.data) return;  // where nothing can have changed
-    i64 closed = ENTRY_BYTES / target.itemsize + 1;
-    i64 most = target.sizes[0], itemsize = target.itemsize;
+    i64 most = target.sizes[0];
     u8 *gaps = target.data, *lengths = gaps + 2 * most, *elements = lengths + most;
-    const u8 *values = target.values, *values_end = values + target.count * itemsize;
-    const u8* elements_end = elements + target.sizes[1] * itemsize;
-    i64 all_entries = 0, end = 0, all_bytes = 0;
-    each_batch_of_runs(target, closed, [&](const Runs& runs, int count) {
+    RunsCopy<SIZE> copy{elements, elements + target.sizes[1] * SIZE, target.values,
+                        target.values + target.count * SIZE};
+    i64 all_entries = 0, end = 0;
+    each_batch_of_runs<SIZE, ENTRY_BYTES / SIZE + 1>(target, copy, [&](const Runs& runs, int n) {
         // Of their own, since what is stored as bytes might be them else.
         i64 entries = all_entries, before = end;
-        for (int i = 0; i < count; i++) {
+        for (int i = 0; i < n; i++) {
             i64 gap = runs.starts[i] - before, length = runs.ends[i] - runs.starts[i];
             before = runs.ends[i];
             if (gap >= MOST_GAP || length > MOST_LENGTH) {
@@ -129,24 +219,12 @@ void write_runs(const RunsTarget& target) {
             lengths[entries++] = (u8)length;
         }
         all_entries = entries, end = before;
-        u8* to = elements + all_bytes;
-        for (int i = 0; i < count; i++) {
-            const u8* from = values + runs.starts[i] * itemsize;
-            i64 size = (runs.ends[i] - runs.starts[i]) * itemsize;
-            // Most runs are short: a copy of a fixed size costs a load, and the next run overwrites
-            // what it has too much.
-            if (size <= 8 && elements_end - to >= 8 && values_end - from >= 8)
-                memcpy(to, from, 8);
-            else
-                memcpy(to, from, size);
-            to += size;
-        }
-        all_bytes = to - elements;
     });
+    i64 all_bytes = copy.to - elements;
     memmove(gaps + 2 * all_entries, lengths, all_entries);
     memmove(gaps + 3 * all_entries, elements, all_bytes);
     target.sizes[0] = all_entries;
-    target.sizes[1] = all_bytes / itemsize;
+    target.sizes[1] = all_bytes / SIZE;
 }
 
 }  // namespace
@@ -171,6 +249,11 @@ ZEROCAST_EXPORT(runs)(const void* table, long long count, long long threads) {
     auto elements = [](const RunsTarget& target, i64) {
         return Span{0, target.count, target.count};
     };
-    auto piece = [](const RunsTarget& target, i64, i64, i64) { write_runs(target); };
+    auto piece = [](const RunsTarget& target, i64, i64, i64) {
+        if (target.itemsize == 1) return write_runs<1>(target);
+        if (target.itemsize == 2) return write_runs<2>(target);
+        if (target.itemsize == 4) return write_runs<4>(target);
+        write_runs<8>(target);
+    };
     share_in_parallel<RunsTarget>(table, count, threads, elements, piece);
 }
