@@ -40,6 +40,8 @@ RANKS = 4
 DIALECTS = ("deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4")
 SHAPES = [(4096, 4096), (1024, 4096), (4096, 4096), (11008, 4096)]  # of a model of 7B parameters
 RATES = (1e-6, 3e-6, 1e-5)
+BUCKET_BYTES = 64 << 20
+"""More than the largest tensor in codes of 8 bits: what has no room beside it goes alone."""
 
 
 def sharded(comm: Communicator, values: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -106,7 +108,7 @@ def transport(gigabytes: float, rounds: int) -> None:
         def run(comm: Communicator, dialect: str = dialect) -> list[list[Cost]]:
             link = SlowLink(comm, gigabytes * 1e9)
             plan, rows = sharded(link, values)
-            refit = refit_of(plan, dialect, link, bucket_bytes=32 << 20)
+            refit = refit_of(plan, dialect, link, bucket_bytes=BUCKET_BYTES)
             recipe = zerocast.export.DIALECTS[dialect].recipe
 
             def begin(own: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
