@@ -119,8 +119,8 @@ def test_kernels(name: str, flags: str) -> None:
          ("dequantize", "cuda/dequantize.cu", "__syncthreads();  // before the next tile", "//"),
          "ThreadSanitizer: data race"),
         ("tsan", "THREADS",
-         ("partial_select", "cuda/partial_select.cu", "__syncwarp();\n            BlockErrors",
-          "BlockErrors"),
+         ("partial_select", "cuda/partial_select.cu", "__syncwarp();\n            auto vector",
+          "auto vector"),
          "ThreadSanitizer: data race"),
         ("tsan", "THREADS",
          ("partial_select", "cuda/partial_select.cu", "__syncwarp();  // before the next", "//"),
@@ -217,7 +217,7 @@ def test_launches_at_once_do_not_race(watched: Watched, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "subject"),
     [
-        (Mistake("digest", "cpu/digest.cpp",
+        (Mistake("digest", "cpu/digest_sum.h",
                  "__atomic_fetch_add(sum, total, __ATOMIC_RELAXED)", "*sum += total"), "digests"),
         (Mistake("casts", "cpu/plane_amax.h", "return num_threads > 1 &&", "return false &&"),
          "nvfp4"),
