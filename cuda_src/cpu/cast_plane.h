@@ -177,7 +177,7 @@ class PlaneCast {
                 Native::store(at, codes);
         };
         if (!streams) return write(to);
-        alignas(64) u8 made[BYTES];  // stays in a register
+        alignas(64) u8 made[BYTES];
         write(made);
         stream<BYTES>(to, made);
     }
