@@ -17,8 +17,7 @@ class CastRowsAndColumns {
     static i64 bytes(i64 cols) {
         i64 blocks = cols / BLOCK + 2 * W;
         return (LINES * sizeof(Waiting) + sizeof(float) + 2 * sizeof(short)) * cols
-               + (sizeof(Shorts) + sizeof(float) + sizeof(short)) * blocks
-               + sizeof(int) * (cols / GROUP + 1);
+               + (sizeof(float) + sizeof(short)) * blocks + sizeof(int) * (cols / GROUP + 1);
     }
 
     // Works on rows of blocks of a shard whose columns are a multiple of GROUP.
@@ -32,15 +31,12 @@ class CastRowsAndColumns {
           columns_(shard, nullptr, shard.columnwise, multipliers, NearestGroup<F>{}, 0,
                    region.streams),
           waiting_((Waiting*)memory),
-          row_largest_((Shorts*)(waiting_ + LINES * cols_)),
-          by_column_((float*)(row_largest_ + blocks_ + 2 * W)),
+          by_column_((float*)(waiting_ + LINES * cols_)),
           column_steps_((short*)(by_column_ + cols_)),
           column_largest_(column_steps_ + cols_),
           by_block_((float*)(column_largest_ + cols_)),
           irregular_((int*)(by_block_ + blocks_ + 2 * W)),
-          block_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {
-        memset(row_largest_ + blocks_, 0, 2 * W * sizeof *row_largest_);
-    }
+          block_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {}
 
     template <class Source>
     void operator()(const Source& source) {
@@ -64,6 +60,10 @@ class CastRowsAndColumns {
     typedef PowerOfTwoCodes<F> Codes;
     static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
 
+    // Columns that are measured at a time. What raise_row() makes of them is still in the nearest
+    // cache; of a whole row it would crowd out what waits there of columns.
+    static constexpr i64 SEGMENT = 2 * W * BLOCK;
+
     // The largest amax of some blocks, and the smallest of those that are not 0.
     struct Amaxes {
         Native::Int largest{}, smallest = Native::splat(MAGNITUDE_MASK);
@@ -84,7 +84,6 @@ class CastRowsAndColumns {
     i64 cols_, blocks_;
     Plane rows_, columns_;
     Waiting* waiting_;       // elements, of the latest LINES rows
-    Shorts* row_largest_;    // magnitudes by block of the row that is measured, in any lane
     float* by_column_;       // multipliers of the row of blocks that is cast
     short* column_steps_;    // the same, in the order of Waiting
     short* column_largest_;  // magnitudes of the row of blocks that is measured, in that order
@@ -117,15 +116,21 @@ class CastRowsAndColumns {
                             count += group(c);
                         };
         auto none = [](i64) {};
-        i64 begin = measured_row * cols_;
         if (measured_row < 0)
             for (i64 c = 0; casts && c < cols_; c += GROUP) cast(c);
-        else if (casts)
-            source.in_groups(begin, begin + cols_, cast, measuring(measured_row));
-        else
-            source.in_groups(begin, begin + cols_, none, measuring(measured_row));
+        for (i64 c = 0; measured_row >= 0 && c < cols_; c += SEGMENT) {
+            i64 begin = measured_row * cols_ + c, width = min_of(SEGMENT, cols_ - c);
+            Shorts largest[SEGMENT / BLOCK];
+            if (width < SEGMENT) memset(largest, 0, sizeof largest);
+            auto cast_here = [&](i64 i) __attribute__((always_inline)) { cast(c + i); };
+            if (casts)
+                source.in_groups(begin, begin + width, cast_here,
+                                 measuring(measured_row, c, largest));
+            else
+                source.in_groups(begin, begin + width, none, measuring(measured_row, c, largest));
+            raise_row(begin / BLOCK, width / BLOCK, largest, measured);
+        }
         for (i64 i = 0; i < count; i++) cast_any(cast_row, irregular_[i], positive && positive_);
-        if (measured_row >= 0) raise_rows(measured_row * blocks_, measured);
     }
 
     // What casts the group at a column of a row by Codes, and returns whether that has to be done
@@ -157,9 +162,10 @@ class CastRowsAndColumns {
         columns_.template cast_group<1>(row * cols_ + c, group, by_column_ + c, positive);
     }
 
-    // What keeps a group of a row, rounded, and measures it.
-    ZEROCAST_FN auto measuring(i64 row) const {
-        return [line = line(row), column_largest = column_largest_, row_largest = row_largest_](
+    // What keeps the groups of a row from a column on, rounded, and measures them:
+    // `row_largest` are magnitudes by block, in any lane.
+    ZEROCAST_FN auto measuring(i64 row, i64 col, Shorts* row_largest) const {
+        return [row_largest, line = line(row) + col, column_largest = column_largest_ + col](
                    i64 c, const Native::Float(&read)[4]) __attribute__((always_inline)) {
             Native::Float x[4];
             bool nan = any_nan(read);
@@ -185,15 +191,14 @@ class CastRowsAndColumns {
         measured.add(amax);
     }
 
-    // Those of one row, from the first block on.
-    void raise_rows(i64 first_block, Amaxes& measured) const {
-        for (i64 b = 0; b < blocks_; b += 2 * W) {
-            alignas(64) short largest[2 * W];
-            Native::store(largest, reduce_max_each_short(row_largest_ + b));
-            for (i64 i = b; i < min_of(b + 2 * W, blocks_); i += W) {
-                auto amax = load_halves<Native>(largest + i - b) << 16;
-                raise(shard_.rowwise.block_amax + first_block + i, blocks_ - i, amax, measured);
-            }
+    // Those of blocks side by side in a row, from the first one on.
+    ZEROCAST_FN void raise_row(i64 first_block, i64 count, const Shorts* row_largest,
+                               Amaxes& measured) const {
+        alignas(64) short largest[SEGMENT / BLOCK];
+        Native::store(largest, reduce_max_each_short(row_largest));
+        for (i64 i = 0; i < count; i += W) {
+            auto amax = load_halves<Native>(largest + i) << 16;
+            raise(shard_.rowwise.block_amax + first_block + i, count - i, amax, measured);
         }
     }
 
