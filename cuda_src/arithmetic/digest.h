@@ -23,9 +23,12 @@ ZEROCAST_FN constexpr u64 mixed(i64 number) {
     return (bits ^ (u64)((i64)bits >> 29)) | 1;
 }
 
-// key(w) is row_factor(w / DIGEST_ROW) * column_factor(w % DIGEST_ROW).
+// key(w) is row_factor(w / DIGEST_ROW) * column_factor(w % DIGEST_ROW). Of columns 32 bits are
+// taken: a product with a word is one multiplication then.
 ZEROCAST_FN constexpr u64 row_factor(i64 row) { return mixed(row); }
-ZEROCAST_FN constexpr u64 column_factor(i64 column) { return mixed(column - DIGEST_ROW); }
+ZEROCAST_FN constexpr u32 column_factor(i64 column) {
+    return (u32)(mixed(column - DIGEST_ROW) >> 32) | 1;
+}
 
 // What a byte at this place of the tensor adds to the digest, if it stands there instead of
 // another.

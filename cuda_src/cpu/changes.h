@@ -42,7 +42,7 @@ __attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 f
         auto add = [&](int k) {
             u64 now = Native::load_as<u32>(made + 4 * k),
                 before = Native::load_as<u32>(held + 4 * k);
-            digest += (now - before) * COLUMN_FACTORS.of(column + k);
+            digest += (now - before) * COLUMN_FACTORS.all[column + k];
         };
         if (__builtin_popcountll(changed) > FEW) {
             for (int k = 0; k < BYTES / 4; k++) add(k);
@@ -102,8 +102,7 @@ class ChangedGroups {
             u8* held = codes + places_[i];
             for (int k = 0; k < BYTES / 4; k += WORDS) {
                 i64 column = word % DIGEST_ROW + k;
-                auto high = wide(COLUMN_FACTORS.high + column);
-                auto factors = high << 32 | wide(COLUMN_FACTORS.low + column);
+                auto factors = wide(COLUMN_FACTORS.all + column);
                 sums += (wide(made + 4 * k) - wide(held + 4 * k)) * factors;
             }
             memcpy(held, made, BYTES);

@@ -6,17 +6,16 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Their lower and their upper halves: no register of them lies in two lines.
+// All of them, and those of odd columns where the even ones' stand: no register lies in two lines.
 struct ColumnFactors {
-    alignas(64) u32 low[DIGEST_ROW], high[DIGEST_ROW];
+    alignas(64) u32 all[DIGEST_ROW], odd[DIGEST_ROW];
 
-    constexpr ColumnFactors() : low(), high() {
+    constexpr ColumnFactors() : all(), odd() {
         for (i64 c = 0; c < DIGEST_ROW; c++) {
-            low[c] = (u32)column_factor(c);
-            high[c] = (u32)(column_factor(c) >> 32);
+            all[c] = column_factor(c);
+            odd[c] = column_factor(c | 1);
         }
     }
-    ZEROCAST_FN u64 of(i64 column) const { return low[column] | (u64)high[column] << 32; }
 };
 inline constexpr ColumnFactors COLUMN_FACTORS;
 

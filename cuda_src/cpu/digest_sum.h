@@ -1,7 +1,4 @@
 // The digest of the lines of a row of keys, in registers.
-//
-// A product of a word and a key of 64 bits is two products of 32 bits, of which the upper one's sum
-// is shifted into place at the end, so 32 bits of it are enough.
 #pragma once
 
 #include "cpu/column_factors.h"
@@ -26,30 +23,23 @@ ZEROCAST_FN void load_line(Native::Int* line, const u8* from) {
     }
 }
 
-// The sum over lines of a row, before the row's factor: of words with even numbers and of those
-// with odd ones times the lower halves, and of all times the upper ones.
+// The sum over lines of a row, before the row's factor: of words in even columns, and in odd ones.
 struct DigestSum {
     typedef Native::Wide Wide;
-    typedef Native::Unsigned Unsigned;
 
     Wide even{}, odd{};
-    Unsigned high{};
 
     // Adds the line whose first byte is byte `i` of the row.
     ZEROCAST_FN void add(const Native::Int* line, i64 i) {
         for (int k = 0; k < LINE_REGISTERS; k++) {
             i64 c = (i >> 2) + k * Native::WIDTH;
-            Wide words = (Wide)line[k], keys = Native::load_as<Wide>(COLUMN_FACTORS.low + c);
-            even += Native::multiply_low(words, keys);
-            odd += Native::multiply_low(words >> 32, keys >> 32);
-            high += (Unsigned)line[k] * Native::load_as<Unsigned>(COLUMN_FACTORS.high + c);
+            Wide words = (Wide)line[k];
+            even += Native::multiply_low(words, Native::load_as<Wide>(COLUMN_FACTORS.all + c));
+            odd += Native::multiply_low(words >> 32, Native::load_as<Wide>(COLUMN_FACTORS.odd + c));
         }
     }
     // The sum, in parts.
-    ZEROCAST_FN Wide parts() const {
-        Wide above = (Wide)high;
-        return even + odd + ((above + (above >> 32)) << 32);
-    }
+    ZEROCAST_FN Wide parts() const { return even + odd; }
 };
 
 ZEROCAST_FN u64 sum_of(Native::Wide parts) {

@@ -44,7 +44,7 @@ ZEROCAST_FN u64 sum_of_warp(u64 mine) {
 __global__ void __launch_bounds__(THREADS, 8)
     digest(const DigestTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
            i64 count) {
-    u64 factors[UNITS][UNIT];
+    u32 factors[UNITS][UNIT];
     for (int u = 0; u < UNITS; u++) {
 #pragma unroll
         for (int k = 0; k < UNIT; k++)
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 8)
                 i64 at = first + (u * THREADS + threadIdx.x) * (4 * UNIT);
                 load_words(words, data, at, lead, end);
 #pragma unroll
-                for (int k = 0; k < UNIT; k++) sum += words[k] * factors[u][k];
+                for (int k = 0; k < UNIT; k++) sum += (u64)words[k] * factors[u][k];
             }
             total += sum * row_factor(row + first / DIGEST_ROW_BYTES);
         }

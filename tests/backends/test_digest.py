@@ -29,13 +29,27 @@ def mixed(number: int) -> int:
     return (bits ^ shifted(bits, 29)) % MOD | 1
 
 
+def column_factor(column: int) -> int:
+    """Its upper half, odd."""
+    return mixed(column - 1024) >> 32 | 1
+
+
 def defined(data: bytes, first: int) -> int:
     """The digest, byte by byte."""
     total = 0
     for i, byte in enumerate(data, first):
         row, column = divmod(i // 4, 1024)
-        total += (byte << 8 * (i % 4)) * mixed(row) * mixed(column - 1024)
+        total += (byte << 8 * (i % 4)) * mixed(row) * column_factor(column)
     return total % MOD
+
+
+def test_two_bits_of_a_row_do_not_cancel() -> None:
+    """No two columns have one factor, so changes of a bit each, which are powers of two up to 2^31
+    times odd numbers below 2^32, add up neither to 0 nor to 2^64.
+    """
+    factors = {column_factor(column) for column in range(1024)}
+    assert len(factors) == 1024
+    assert all(each % 2 and each < 2**32 for each in factors)
 
 
 def drawn(count: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ from zerocast.errors import DeltaError
 from zerocast.numerics import Comparison
 from zerocast.tensors.digest import digest
 
-_MAGIC = 0x32746C6564637A  # "zcdelt2"
+_MAGIC = 0x33746C6564637A  # "zcdelt3"
 _SEAL = 4
 _FIXED = 11  # words of the header before the shape
 _WHOLE = -1

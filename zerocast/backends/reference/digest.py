@@ -63,7 +63,8 @@ def _keys(words: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _column_factors(device: torch.device) -> torch.Tensor:
-    return _mixed(torch.arange(-ROW, 0, dtype=torch.int64, device=device))
+    numbers = _mixed(torch.arange(-ROW, 0, dtype=torch.int64, device=device))
+    return (numbers >> 32) & _UNSIGNED[_WORD] | 1
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
