@@ -1,10 +1,12 @@
 """Digests of tensors that are held from step to step."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.cast.copied_digests import CopiedDigests, HeldDigests
+from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace, HeldDigests
 from zerocast.numerics import CodeCopy
 from zerocast.tensors.digest import digest
 
@@ -51,3 +53,31 @@ def test_what_was_copied_is_not_read_again() -> None:
         launches.append(held._launch)
     assert launches[0] is launches[1]
     assert HeldDigests().of(tensors[1:2]).tolist() == [int(digest(tensors[1]))] != expected[1:2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 64, 1000])
+def test_what_arrives_in_pieces_is_not_read_again(size: int) -> None:
+    """Whatever ranges pieces cut, and padding, and none of two gathers is counted in the other; of
+    another buffer, as of the first; what is a rank's own, and who takes no digests, is read.
+    """
+    ends = [0, 5, 5, 9, 70, 133, 257, 258, 700]
+    places = [slice(begin, end) for begin, end in pairwise(ends)]
+    ranges = [[(at, 7) for at in some] for some in (places[:2], places[2:4], places[5:])]
+    copies = CopiesInPlace(1, ranges)
+    for moves in range(3):
+        if moves != 1:
+            whole = torch.zeros(720, dtype=torch.uint8)
+        whole.copy_(torch.randint(256, (720,), dtype=torch.uint8))
+        assert copies.begin(whole, takes_digests=True) is copies
+        assert copies.copied == []
+        for begin, end in ((0, 9), (133, 720)):
+            for at in range(begin, end, size):
+                copies.arrived(at, min(at + size, end))
+        (taken,) = copies.copied
+        assert sum(end - first for _, first, end in taken.ranges) == 5 + 124 + 1 + 442
+        for (address, first, end), number in zip(taken.ranges, taken.sums, strict=True):
+            at = address + first - whole.data_ptr()
+            assert int(number) == int(digest(whole[at : at + end - first], first))
+    copies.begin(whole, takes_digests=False)
+    copies.arrived(0, 9)
+    assert copies.copied == []

@@ -4,8 +4,10 @@ What ranks compare has to be read, and reading it once more from memory takes as
 a small cast and its gather. A gather that copies what a rank sends into a buffer, and what all have
 sent out of it, has every byte in a register on the way: a digest taken there costs next to nothing.
 So has a gather of threads, which copy large codes from each other where these stay, and find in a
-cache what another is copying just now. What other transports write there is read from memory, but
-for what derived copies are made of (:class:`zerocast.tensors.post_gather.Rebuild`).
+cache what another is copying just now. A large gather over MPI on one node tells each piece when it
+has arrived, and still lies in a cache. What else transports write there, and what a rank itself has
+sent, is read from memory, but for what derived copies are made of
+(:class:`zerocast.tensors.post_gather.Rebuild`).
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.
 """
 
@@ -13,13 +15,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from zerocast.backends import backend_for
 from zerocast.backends.launches import nothing
-from zerocast.numerics import CodeCopy, DigestedBytes, LaunchOn
+from zerocast.comm.communicator import PartCopies
+from zerocast.numerics import CodeCopy, DigestedBytes, Launch, LaunchOn
 from zerocast.tensors.digest import TakenDigests
 
 
@@ -48,10 +50,9 @@ class CopiedDigests(TakenDigests):
         self._launch(buffer)
 
 
-class CopiesInPlace:
-    """What copies the parts of an all-gather whose codes stay where they are, for transports that
-    have the other ranks' buffers (:meth:`zerocast.comm.Communicator.start_all_gather_by`). Others
-    copy nothing, and take no digests.
+class CopiesInPlace(PartCopies):
+    """What copies the parts of an all-gather whose codes stay where they are, or reads them as they
+    arrive; see :meth:`zerocast.comm.Communicator.start_all_gather_by`.
 
     Args:
         rank: this rank, whose part is only read: while others copy it, it is in a cache.
@@ -64,22 +65,41 @@ class CopiesInPlace:
 
     def __init__(self, rank: int, ranges: Sequence[Sequence[tuple[slice, int]]]) -> None:
         self._rank, self._ranges = rank, ranges
-        self.copied: list[CopiedDigests] = []
-        self._prepared: tuple[int, bool] | None = None  # for a buffer's address
-        self._launches: list[LaunchOn] = []
+        self._received = [
+            (at.start, at.stop, first)
+            for sender, its_ranges in enumerate(ranges)
+            for at, first in its_ranges
+            if sender != rank and at.start < at.stop
+        ]
+        self.copied: list[TakenDigests] = []
+        self._takes_digests = False
+        self._address: int | None = None
 
-    def begin(self, buffer: torch.Tensor, *, takes_digests: bool) -> list[LaunchOn]:
-        """Return by rank what copies its part into ``buffer``, uint8; nothing of a GPU's."""
+    def begin(self, buffer: torch.Tensor, *, takes_digests: bool) -> CopiesInPlace | None:
+        """Return what takes part in a gather of ``buffer``, uint8; nothing of a GPU's."""
         self.copied = []
         if not buffer.is_cpu:
-            return []
-        if self._prepared != (prepared := (buffer.data_ptr(), takes_digests)):
-            ranks = range(len(self._ranges))
-            self._launches = [self._launch(buffer, rank, takes_digests) for rank in ranks]
-            self._prepared = prepared
-        return [partial(self._copy, launch) for launch in self._launches]
+            return None
+        if (buffer.data_ptr(), takes_digests) != (self._address, self._takes_digests):
+            self._address, self._takes_digests = buffer.data_ptr(), takes_digests
+            self._buffer = buffer
+            self._copies: dict[int, LaunchOn] = {}
+            self._digests: dict[tuple[int, int], Launch] = {}
+            self._arrived = TakenDigests([
+                (self._address + start - first, first, first + stop - start)
+                for start, stop, first in self._received
+            ])  # fmt: skip
+        self._arrived.sums.zero_()
+        return self
 
-    def _launch(self, buffer: torch.Tensor, rank: int, takes_digests: bool) -> LaunchOn:
+    def copy(self, rank: int, theirs: torch.Tensor) -> None:
+        launch = self._copies.get(rank) or self._copies.setdefault(rank, self._copy_of(rank))
+        launch(theirs)
+        if isinstance(launch, CopiedDigests):
+            self.copied.append(launch)
+
+    def _copy_of(self, rank: int) -> LaunchOn:
+        buffer = self._buffer
         backend = backend_for(buffer.device)
         copies = [CodeCopy(buffer[at], at.start, first) for at, first in self._ranges[rank]]
 
@@ -90,12 +110,25 @@ class CopiesInPlace:
             digest = backend.digest(own, *sums) if sums else nothing
             return lambda _: digest()
 
-        return CopiedDigests(copies, prepare) if takes_digests else prepare()
+        return CopiedDigests(copies, prepare) if self._takes_digests else prepare()
 
-    def _copy(self, launch: LaunchOn, buffer: torch.Tensor) -> None:
-        launch(buffer)
-        if isinstance(launch, CopiedDigests):
-            self.copied.append(launch)
+    def arrived(self, begin: int, end: int) -> None:
+        if self._takes_digests:
+            at, self.copied = (begin, end), [self._arrived]
+            launch = self._digests.get(at) or self._digests.setdefault(at, self._digest_of(*at))
+            launch()
+
+    def _digest_of(self, begin: int, end: int) -> Launch:
+        """What adds the digests of a piece to those of the ranges that it has bytes of."""
+        cut = [i for i, (a, b, _) in enumerate(self._received) if a < end and begin < b]
+        if not cut:
+            return nothing
+        pieces = []
+        for start, stop, first in self._received[cut[0] : cut[-1] + 1]:
+            at = max(start, begin)
+            pieces.append(DigestedBytes(self._buffer[at : min(stop, end)], first + at - start))
+        sums = self._arrived.sums[cut[0] : cut[-1] + 1]
+        return backend_for(self._buffer.device).digest(pieces, sums)
 
 
 class HeldDigests:

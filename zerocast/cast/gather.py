@@ -32,6 +32,7 @@ from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.digest import TakenDigests
 
 PLANES = ("rowwise_data", "columnwise_data")
 """The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
@@ -259,10 +260,10 @@ class CodeGather:
         return prepare()  # without sums there are no digests
 
     @property
-    def copied(self) -> list[CopiedDigests]:
+    def copied(self) -> list[TakenDigests]:
         """The digests of what the latest :meth:`start` has copied, where it took some."""
         staged = [each for each in (self._stage, self._store) if isinstance(each, CopiedDigests)]
-        return staged + (self._in_place_copies.copied if self._in_place is not None else [])
+        return [*staged, *(self._in_place_copies.copied if self._in_place is not None else ())]
 
     def _follow(self) -> None:
         """Forget what was prepared for codes that have moved since."""

@@ -20,10 +20,19 @@ from zerocast.comm.buffers import Parts
 Wait: TypeAlias = Callable[[], None]
 """Returns when a collective that was begun is over; it is called once."""
 
-PartCopies: TypeAlias = Sequence[Callable[[torch.Tensor], None]]
-"""By rank, what copies its part of an all-gather from that rank's buffer, as bytes, into this
-one's.
-"""
+
+class PartCopies(ABC):
+    """What takes part in the copying of an all-gather of bytes, as far as the transport lets it."""
+
+    @abstractmethod
+    def copy(self, rank: int, theirs: torch.Tensor) -> None:
+        """Copy the part of ``rank`` from ``theirs``, that rank's buffer, into this one's."""
+
+    @abstractmethod
+    def arrived(self, begin: int, end: int) -> None:
+        """Take note that the transport has written bytes ``begin`` to ``end`` of the buffer, of one
+        rank's part, just now.
+        """
 
 
 class Communicator(ABC):
@@ -111,10 +120,13 @@ class Communicator(ABC):
         self.all_gather_(buffer, counts)
         return nothing_to_wait_for
 
-    def start_all_gather_by(self, buffer: torch.Tensor, counts: Parts, copies: PartCopies) -> Wait:
-        """:meth:`start_all_gather_` of bytes. Where the transport has the other ranks' buffers at
-        hand, and they are large, it calls all of ``copies``, if there are any: each copies one
-        part, but for this rank's own, which nobody writes meanwhile.
+    def start_all_gather_by(
+        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
+    ) -> Wait:
+        """:meth:`start_all_gather_` of bytes, which other ranks may call instead. Of a large buffer
+        on the CPU a transport that has the other ranks' buffers at hand lets ``copies`` copy each
+        part, also this rank's own, which nobody writes meanwhile. One that writes the buffer piece
+        by piece tells it every piece of the others' parts once, before the wait is over.
         """
         return self.start_all_gather_(buffer, counts)
 

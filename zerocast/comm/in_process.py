@@ -105,11 +105,15 @@ class InProcessCommunicator(Communicator):
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         self._all_gather(buffer, counts)
 
-    def start_all_gather_by(self, buffer: torch.Tensor, counts: Parts, copies: PartCopies) -> Wait:
+    def start_all_gather_by(
+        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
+    ) -> Wait:
         self._all_gather(buffer, counts, copies)
         return nothing_to_wait_for
 
-    def _all_gather(self, buffer: torch.Tensor, counts: Parts, copies: PartCopies = ()) -> None:
+    def _all_gather(
+        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None = None
+    ) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         detail = None if counts is None else tuple(counts)
         signature = _signature("all_gather_", buffer, detail)
@@ -124,8 +128,8 @@ class InProcessCommunicator(Communicator):
             return
         call, parts = _Call(signature, flat), flat.split(chunks)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
-            if copies:
-                copies[rank](theirs)
+            if copies is not None:
+                copies.copy(rank, theirs)
             elif rank != self.rank:  # nobody writes the part that others read
                 parts[rank].copy_(theirs.split(chunks)[rank])
             del theirs  # its rank may let go of it before this thread runs again

@@ -4,11 +4,12 @@ MPI itself has no timeouts, and if ranks call different collectives it waits for
 data. So collectives are begun without blocking. This module waits for them, and meanwhile checks
 the time, interrupts, and what others tell:
 
-- With each collective a rank sends a message of 128 bytes to the next rank: what it calls, and its
+- With each collective a rank sends a message of 136 bytes to the next rank: what it calls, and its
   number in the order of calls. The ring of these messages shows a rank that skips or repeats one,
   before its data are used, and costs no further collective. Before a reduction as many go round as
   the number of ranks has bits, each time to a rank twice as far away, so that none begins where
-  ranks call different ones. Maxima of a few numbers go round in them, and take no reduction.
+  ranks call different ones. Maxima of a few numbers go round in them, and take no reduction; so
+  does a number of each rank's node, by which all know at the same time whether they share one.
 - A rank that gives up, or raises, tells each other rank once. They look for such notices when they
   begin a collective and, while they wait, every millisecond.
 - A process that ends by an exception tells it, too. MPI ends a process only when all processes end,
@@ -26,7 +27,9 @@ import struct
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
@@ -49,7 +52,12 @@ _at_exit: weakref.WeakSet[MpiPeers] = weakref.WeakSet()
 
 
 class MpiPeers(Peers):
-    """The other ranks of one MPI communicator, in one process: see :meth:`of`."""
+    """The other ranks of one MPI communicator, in one process: see :meth:`of`.
+
+    Attributes:
+        share_node: whether all ranks are known to be on one node: since the latest collective that
+            reduces, so on all of them alike.
+    """
 
     _key: int | None = None
 
@@ -60,6 +68,7 @@ class MpiPeers(Peers):
         self._left: set[int] = set()
         self._kept: list[Any] = []
         self._status = mpi.Status()
+        self._node, self.share_node = zlib.crc32(mpi.Get_processor_name().encode()) >> 1, False
         if not _at_exit:
             atexit.register(_leave_all)
         _at_exit.add(self)
@@ -77,8 +86,9 @@ class MpiPeers(Peers):
         return peers
 
     def start(
-        self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False
-    ) -> Wait:
+        self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False,
+        arrived: Sequence[Callable[[], None]] = (),
+    ) -> Wait:  # fmt: skip
         """Begin a collective; return what waits for it.
 
         Args:
@@ -88,6 +98,8 @@ class MpiPeers(Peers):
             timeout: seconds to wait for others.
             reduces: whether values are reduced, which MPI cannot do with another collective's data:
                 then no rank begins before all have called it.
+            arrived: what is called while it is waited for, in order: each as soon as the request of
+                its place among the first is done.
 
         Raises:
             ZerocastError: where the group has failed before, or another rank has told that it will
@@ -99,15 +111,21 @@ class MpiPeers(Peers):
                 self._compare_all(made)
                 requests, header = begin(), None
             else:
+                # First, for while it is waited for MPI may receive what was sent before it.
+                header = self._send_header(made, 1) if self._size > 1 else None
                 requests = begin()
                 self._count = made.count
-                header = self._send_header(made, 1) if self._size > 1 else None
         made.requests += requests
 
         def wait(memory: Any = memory) -> None:  # alive as long as MPI uses it
             with self._failing(made, memory):
                 if header is not None:
                     self._compare(made, *header)
+                # One by one: to ask for all of many again and again would take longer than they.
+                for request, then in zip_longest(requests, arrived):
+                    self._until(made, request.Test)
+                    if then is not None:
+                        then()
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
 
         return wait
@@ -124,13 +142,14 @@ class MpiPeers(Peers):
 
     def _compare_all(self, made: Call, numbers: Sequence[int] = ()) -> list[int]:
         """Raise where any rank calls something else; return the largest of all ranks' numbers."""
-        largest, self._count = [*numbers], made.count
+        largest, self._count = [*numbers, self._node, -self._node], made.count
         for distance in self._distances:
             header = self._send_header(made, distance, largest)
             self._compare(made, *header)
             theirs = struct.unpack_from(f"{len(largest)}i", header[1], HEADER)
             largest = [*map(max, largest, theirs)]
-        return largest
+        self.share_node = largest[-2] == -largest[-1]
+        return largest[:-2]
 
     def _send_header(
         self, made: Call, distance: int, numbers: Sequence[int] = ()
@@ -138,11 +157,11 @@ class MpiPeers(Peers):
         """Send the call's header to the rank ``distance`` further, and begin to receive that of the
         rank ``distance`` before; each with the ``numbers`` of its rank.
         """
-        own = made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(4 * MAXIMA)
+        own = made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(4 * (MAXIMA + 2))
         theirs, tag = bytearray(len(own)), _HEADER_TAG + distance.bit_length()
         source, to = (self._rank - distance) % self._size, (self._rank + distance) % self._size
         received = self._comm.Irecv([theirs, self._mpi.BYTE], source, tag)
-        made.requests.append(self._comm.Isend([own, self._mpi.BYTE], to, tag))
+        made.requests += [received, self._comm.Isend([own, self._mpi.BYTE], to, tag)]
         return received, theirs, source
 
     def _compare(self, made: Call, received: MPI.Request, theirs: bytearray, source: int) -> None:

@@ -111,8 +111,8 @@ class ProcessCommunicator(Communicator):
         self._peers.announce(error)
 
     def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
-        text = f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
-        return self._start(text, lambda: self._begin_all_gather(flat, chunks), flat)
+        begin = lambda: self._begin_all_gather(flat, chunks)  # noqa: E731
+        return self._start(text_of_gather(flat, chunks), begin, flat)
 
     def _reached(self, tensor: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Give the context ``tensor`` in memory that the transport takes."""
@@ -122,6 +122,11 @@ class ProcessCommunicator(Communicator):
 
     def _is_sent(self, flat: torch.Tensor) -> bool:
         return flat.numel() > 0 or not self._skips_empty
+
+
+def text_of_gather(flat: torch.Tensor, chunks: Sequence[int]) -> str:
+    """What ranks compare of an all-gather."""
+    return f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
 
 
 def text_of_reduction(what: str, flat: torch.Tensor) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.arguments import check_flag
-from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace
+from zerocast.cast.copied_digests import CopiesInPlace
 from zerocast.cast.flat_plan import allocate_together, lay_together
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
@@ -32,6 +32,7 @@ from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.places import Places
 from zerocast.optim.weights import StorageKind, Weight, restart_master
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
+from zerocast.tensors.digest import TakenDigests
 
 BUCKET_SIZE = 1 << 23
 """Elements of a bucket that is waited for by itself: 4 MiB of 4-bit codes. In larger ones the first
@@ -259,7 +260,7 @@ class ShardedWeights:
             if not bucket.kind.is_codes:
                 bucket.store(self.comm.rank, columns)
 
-    def all_gather(self) -> list[CopiedDigests]:
+    def all_gather(self) -> list[TakenDigests]:
         """Gather every bucket that no use of a weight waits for; return the digests that were
         taken.
         """
