@@ -97,6 +97,7 @@ struct CodePlane {
     Grid grid;
     i32* block_amax;  // [blocks]; there may be memory for those of the shard's rows alone
     u8* codes;        // of the elements from codes_start on
+    u64* sum;  // that a pass which casts whole rows adds the digest of their codes to, or null
 };
 
 // Which elements of some of a tensor's were changed; null where nobody asks, and always null beside
@@ -121,6 +122,7 @@ struct CastShard {
     i64 whole_begin, whole_end;  // of these, the rows of blocks that one pass measures and casts
     i64 round_to;                // Nominal
     i64 codes_start;             // even where codes are nibbles
+    i64 digest_start;            // the place of the matrix's first byte in the whole weight's codes
     i32* tensor_amax;            // [1], or null; may be the block amax where there is one block
     CodePlane rowwise;
     CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
@@ -132,7 +134,7 @@ struct CastShard {
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 38 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 41 * sizeof(i64), "a row that Python writes");
 
 // One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
 // patterns.

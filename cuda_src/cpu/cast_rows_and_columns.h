@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/cast_shard.h"
+#include "cpu/digest_sum.h"
 #include "cpu/plane_amax.h"
 #include "cpu/powers_of_two.h"
 
@@ -38,8 +39,24 @@ class CastRowsAndColumns {
           irregular_((int*)(by_block_ + blocks_ + 2 * W)),
           block_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {}
 
+    // Whether it takes the digests of the codes that it writes.
+    static constexpr bool TAKES_DIGESTS = F::BITS == 8;
+
     template <class Source>
     void operator()(const Source& source) {
+        if (TAKES_DIGESTS && shard_.rowwise.sum)
+            run<TAKES_DIGESTS>(source);
+        else
+            run<false>(source);
+    }
+
+  private:
+    typedef PlaneCast<Waiting, Fp32, NearestGroup<F>> Plane;
+    typedef PowerOfTwoCodes<F> Codes;
+    static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
+
+    template <bool DIGESTS, class Source>
+    void run(const Source& source) {
         i64 last = region_.end / cols_;
         Native::Int tensor{};
         for (i64 row = region_.begin / cols_, above = 0; row < last || above > 0; row += BLOCK) {
@@ -47,18 +64,18 @@ class CastRowsAndColumns {
             Amaxes measured;
             memset(column_largest_, 0, cols_ * sizeof *column_largest_);
             for (i64 r = 0; r < max_of(rows, above); r++)
-                turn(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1, measured);
+                turn<DIGESTS>(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1,
+                              measured);
             tensor = Native::max(tensor, measured.largest);
             if (rows > 0) prepare(row, measured);
             above = rows;
         }
         raise_tensor(shard_, reduce_max<Native>(tensor));
+        if (DIGESTS) {
+            add_to(shard_.rowwise.sum, totals_[0]);
+            add_to(shard_.columnwise.sum, totals_[1]);
+        }
     }
-
-  private:
-    typedef PlaneCast<Waiting, Fp32, NearestGroup<F>> Plane;
-    typedef PowerOfTwoCodes<F> Codes;
-    static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
 
     // Columns that are measured at a time. What raise_row() makes of them is still in the nearest
     // cache; of a whole row it would crowd out what waits there of columns.
@@ -92,11 +109,12 @@ class CastRowsAndColumns {
     short* block_steps_;     // of the row that is cast
     bool regular_ = false;   // whether Codes serves the row of blocks that is cast
     bool positive_ = false;  // whether all multipliers of its columns are
+    u64 totals_[2] = {};     // digests of what was written of both planes
 
     Waiting* line(i64 row) const { return waiting_ + row % LINES * cols_; }
 
     // Measures one row and casts one row above it; -1 stands for none.
-    template <class Source>
+    template <bool DIGESTS, class Source>
     void turn(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
         bool casts = false, positive = false;
         i64 count = 0;  // of irregular groups
@@ -107,40 +125,77 @@ class CastRowsAndColumns {
                 auto steps = Codes::step(Native::load(by_block_ + b));
                 Native::store(block_steps_ + b, __builtin_convertvector(steps, Native::Halves));
             }
-            for (i64 c = 0; !casts && c < cols_; c += GROUP)
+            for (i64 c = 0; !casts && c < cols_; c += GROUP) {
                 cast_any(cast_row, c, positive && positive_);
+                if (DIGESTS) add_group(cast_row, c, 1);
+            }
         }
-        auto cast = [&, group = regular_group(max_of(cast_row, 0))](i64 c)
+        i64 place = digest_place(max_of(cast_row, 0), 0);
+        DigestSum sums[2];
+        auto cast = [&, group = regular_group<DIGESTS>(max_of(cast_row, 0))](i64 c)
                         __attribute__((always_inline)) {
                             irregular_[count] = (int)c;
-                            count += group(c);
+                            count += group(c, sums);
                         };
         auto none = [](i64) {};
-        if (measured_row < 0)
-            for (i64 c = 0; casts && c < cols_; c += GROUP) cast(c);
-        for (i64 c = 0; measured_row >= 0 && c < cols_; c += SEGMENT) {
-            i64 begin = measured_row * cols_ + c, width = min_of(SEGMENT, cols_ - c);
-            Shorts largest[SEGMENT / BLOCK];
-            if (width < SEGMENT) memset(largest, 0, sizeof largest);
+        for (i64 c = 0, width; c < cols_; c += width) {
+            width = min_of(SEGMENT, cols_ - c);
+            if (DIGESTS)  // up to the end of a row of the digest
+                width = min_of(width, DIGEST_ROW_BYTES - (place + c) % DIGEST_ROW_BYTES);
             auto cast_here = [&](i64 i) __attribute__((always_inline)) { cast(c + i); };
-            if (casts)
-                source.in_groups(begin, begin + width, cast_here,
-                                 measuring(measured_row, c, largest));
-            else
-                source.in_groups(begin, begin + width, none, measuring(measured_row, c, largest));
-            raise_row(begin / BLOCK, width / BLOCK, largest, measured);
+            if (measured_row >= 0) {
+                i64 begin = measured_row * cols_ + c;
+                Shorts largest[SEGMENT / BLOCK];
+                if (width < SEGMENT) memset(largest, 0, sizeof largest);
+                auto measure = measuring(measured_row, c, largest);
+                if (casts)
+                    source.in_groups(begin, begin + width, cast_here, measure);
+                else
+                    source.in_groups(begin, begin + width, none, measure);
+                raise_row(begin / BLOCK, width / BLOCK, largest, measured);
+            } else if (casts) {
+                for (i64 i = 0; i < width; i += GROUP) cast_here(i);
+            }
+            if (DIGESTS) {
+                add(sums, place + c, 1);
+                sums[0] = sums[1] = DigestSum{};
+            }
         }
-        for (i64 i = 0; i < count; i++) cast_any(cast_row, irregular_[i], positive && positive_);
+        for (i64 i = 0; i < count; i++) {
+            if (DIGESTS) add_group(cast_row, irregular_[i], -1);
+            cast_any(cast_row, irregular_[i], positive && positive_);
+            if (DIGESTS) add_group(cast_row, irregular_[i], 1);
+        }
+    }
+
+    // The place of a row's column in the whole weight's codes, of one byte each.
+    i64 digest_place(i64 row, i64 c) const { return shard_.digest_start + row * cols_ + c; }
+
+    // Adds these sums of both planes, of the row of the digest that a place is in, `times` times.
+    ZEROCAST_FN void add(const DigestSum (&sums)[2], i64 place, i64 times) {
+        u64 factor = row_factor(place / DIGEST_ROW_BYTES) * (u64)times;
+        for (int k = 0; k < 2; k++) totals_[k] += sum_of(sums[k].parts()) * factor;
+    }
+    // The same of a group of a row, as it stands in memory.
+    void add_group(i64 row, i64 c, i64 times) {
+        i64 place = digest_place(row, c), element = row * cols_ + c;
+        DigestSum sums[2];
+        sums[0].add(Native::load_as<Native::Int>(rows_.codes(element)), place % DIGEST_ROW_BYTES);
+        sums[1].add(Native::load_as<Native::Int>(columns_.codes(element)),
+                    place % DIGEST_ROW_BYTES);
+        add(sums, place, times);
     }
 
     // What casts the group at a column of a row by Codes, and returns whether that has to be done
     // again. It holds what it takes by value: stores of bytes might change all else.
+    template <bool DIGESTS>
     ZEROCAST_FN auto regular_group(i64 row) const {
         u8 *to_rows = rows_.codes(row * cols_), *to_columns = columns_.codes(row * cols_);
         return [=, streams_rows = rows_.streams(to_rows),
                 streams_columns = columns_.streams(to_columns), line = line(row),
-                block_steps = block_steps_,
-                column_steps = column_steps_](i64 c) __attribute__((always_inline)) {
+                block_steps = block_steps_, column_steps = column_steps_,
+                place = digest_place(row, 0)](i64 c,
+                                              DigestSum(&sums)[2]) __attribute__((always_inline)) {
             Codes codes(line + c);
             Packed irregular = Packed{} + Codes::NONE;
             auto of_rows = codes.under(Shorts{} + block_steps[c / BLOCK],
@@ -148,6 +203,10 @@ class CastRowsAndColumns {
             auto first = Native::load_as<Shorts>(column_steps + c);
             auto second = Native::load_as<Shorts>(column_steps + c + 2 * W);
             auto of_columns = codes.under(first, second, irregular);
+            if (DIGESTS) {
+                sums[0].add((Native::Int)of_rows, (place + c) % DIGEST_ROW_BYTES);
+                sums[1].add((Native::Int)of_columns, (place + c) % DIGEST_ROW_BYTES);
+            }
             Plane::store(to_rows + Plane::bytes(c), of_rows, streams_rows);
             Plane::store(to_columns + Plane::bytes(c), of_columns, streams_columns);
             return Codes::is_irregular(irregular);

@@ -29,14 +29,15 @@ struct DigestSum {
 
     Wide even{}, odd{};
 
+    // Adds a register whose first byte is byte `i` of the row, a multiple of its size.
+    ZEROCAST_FN void add(Native::Int bytes, i64 i) {
+        Wide words = (Wide)bytes;
+        even += Native::multiply_low(words, Native::load_as<Wide>(COLUMN_FACTORS.all + i / 4));
+        odd += Native::multiply_low(words >> 32, Native::load_as<Wide>(COLUMN_FACTORS.odd + i / 4));
+    }
     // Adds the line whose first byte is byte `i` of the row.
     ZEROCAST_FN void add(const Native::Int* line, i64 i) {
-        for (int k = 0; k < LINE_REGISTERS; k++) {
-            i64 c = (i >> 2) + k * Native::WIDTH;
-            Wide words = (Wide)line[k];
-            even += Native::multiply_low(words, Native::load_as<Wide>(COLUMN_FACTORS.all + c));
-            odd += Native::multiply_low(words >> 32, Native::load_as<Wide>(COLUMN_FACTORS.odd + c));
-        }
+        for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], i + k * sizeof(Native::Int));
     }
     // The sum, in parts.
     ZEROCAST_FN Wide parts() const { return even + odd; }

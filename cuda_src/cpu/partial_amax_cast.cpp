@@ -18,6 +18,7 @@
 #include "cpu/cast_rows.h"
 #include "cpu/cast_rows_and_columns.h"
 #include "cpu/cast_shard.h"
+#include "cpu/digest_rows.h"
 #include "cpu/plane_amax.h"
 
 namespace zerocast {
@@ -130,6 +131,23 @@ class Parts {
     i64 across() const { return (cols_ + width_ - 1) / width_; }
 };
 
+// Adds the digests of the codes of a region, which were just written, where they are asked for.
+template <class F>
+void digest_codes(const CastShard& shard, const Region& region) {
+    i64 cols = shard.rowwise.grid.cols, col_end = min_of(region.col_end, cols);
+    auto bytes = [](i64 elements) { return elements * F::BITS / 8; };
+    const CodePlane* planes[] = {&shard.rowwise, &shard.columnwise};
+    for (const CodePlane* plane : planes) {
+        if (!plane->sum) continue;
+        u64 total = 0;
+        for (i64 row = region.begin; row < region.end; row += cols)
+            total += digest_rows<NONE>(plane->codes, shard.digest_start + bytes(shard.codes_start),
+                                       shard.digest_start + bytes(row + region.col),
+                                       shard.digest_start + bytes(row + col_end));
+        add_to(plane->sum, total);
+    }
+}
+
 // Does what cast_rows() does of whole rows, where there is memory; returns whether there is.
 template <class F>
 bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpdate* table,
@@ -160,6 +178,7 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
     else
         cast(Read{master});
     free(memory);
+    if (!both || !CastRowsAndColumns<32, F>::TAKES_DIGESTS) digest_codes<F>(shard, region);
     return true;
 }
 
@@ -190,6 +209,7 @@ void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
             any = false;
             if (cast.begin < cast.end) {
                 cast_planes<Rounded>(shard, master, multipliers, NearestGroup<F>{}, cast);
+                digest_codes<F>(shard, cast);
                 any = true;
             }
             if (measured.begin < measured.end) {

@@ -49,7 +49,7 @@ GRID = BlockGrid(16, 16, 16, 16)
 ONE = torch.zeros(1)
 CHANGES = Changes(ONE, ONE, ONE)
 COMPARISON = Comparison(ONE, ONE, 0, CHANGES)
-FULL = plane(GRID, ONE, ONE, ONE)
+FULL = replace(plane(GRID, ONE, ONE, ONE), digest=TakenDigest(0, ONE))
 COPY = plane(GRID, None, ONE, ONE, Source.ROWWISE)
 BARE = operand(GRID, scale_inv=ONE)
 
@@ -67,7 +67,7 @@ def everything() -> TensorOperand:
     return TensorOperand(
         (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
         candidates=candidates, rounding=Rounding(ONE), values=ONE, changes=CHANGES,
-        guess=ONE, digest=TakenDigest(0, ONE),
+        guess=ONE,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class CpuBackend(ReferenceBackend):
     name = "cpu"
     notes_changes = True
     guesses_amaxes = True
-    digests_transposed = True
+    digests_transposed = digests_cast = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()

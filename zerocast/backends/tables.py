@@ -123,9 +123,10 @@ def cast_row(
         shard.whole.end,
         NOMINALS[shard.round_to],
         shard.codes_start,
+        first.digest.first if first.digest else 0,
         address(shard.tensor_amax),
         *code_fields(first, grid, address),
-        *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 6),
+        *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 7),
         *delayed_fields(shard, address),
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
@@ -159,7 +160,13 @@ def adamw_numbers(numbers: AdamWNumbers) -> tuple[int, ...]:
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
     """CodePlane, seen under ``grid``."""
     amax = _from_block_0(address(buffers.block_amax), buffers.first_block, 4)
-    return [*grid_fields(grid), amax, address(buffers.codes)]
+    digest = buffers.digest
+    return [
+        *grid_fields(grid),
+        amax,
+        address(buffers.codes),
+        address(digest.sum if digest else None),
+    ]
 
 
 def _from_block_0(address: int, first_block: int, nbytes: int) -> int:
@@ -269,7 +276,7 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
         address(second.codes),
         *plane_fields(first, address),
         *plane_fields(second, address),
-        *((operand.digest.first, address(operand.digest.sum)) if operand.digest else (0, 0)),
+        *((first.digest.first, address(first.digest.sum)) if first.digest else (0, 0)),
     ]
 
 

@@ -3,11 +3,11 @@
 What ranks compare has to be read, and reading it once more from memory takes as long as a tenth of
 a small cast and its gather. A gather that copies what a rank sends into a buffer, and what all have
 sent out of it, has every byte in a register on the way: a digest taken there costs next to nothing.
-So has a gather of threads, which copy large codes from each other where these stay, and find in a
-cache what another is copying just now. A large gather over MPI on one node tells each piece when it
-has arrived, and still lies in a cache. What else transports write there, and what a rank itself has
-sent, is read from memory, but for what derived copies are made of
-(:class:`zerocast.tensors.post_gather.Rebuild`).
+So has a gather of threads, which copy large codes from each other where these stay. A large gather
+over MPI on one node tells each piece when it has arrived, and still lies in a cache. What else
+transports write there, and what a rank itself has sent, is read from memory, but for what derived
+copies are made of (:class:`zerocast.tensors.post_gather.Rebuild`), and what the pass that cast it
+has taken (:class:`zerocast.tensors.cast_steps.CastDigests`).
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -55,7 +56,7 @@ class CopiesInPlace(PartCopies):
     arrive; see :meth:`zerocast.comm.Communicator.start_all_gather_by`.
 
     Args:
-        rank: this rank, whose part is only read: while others copy it, it is in a cache.
+        rank: this rank, whose part stays as it is.
         ranges: of each rank the ranges of the buffer's bytes that it sends, and the place of the
             first in its weight's codes.
 
@@ -93,6 +94,8 @@ class CopiesInPlace(PartCopies):
         return self
 
     def copy(self, rank: int, theirs: torch.Tensor) -> None:
+        if rank == self._rank:
+            return
         launch = self._copies.get(rank) or self._copies.setdefault(rank, self._copy_of(rank))
         launch(theirs)
         if isinstance(launch, CopiedDigests):
@@ -102,14 +105,7 @@ class CopiesInPlace(PartCopies):
         buffer = self._buffer
         backend = backend_for(buffer.device)
         copies = [CodeCopy(buffer[at], at.start, first) for at, first in self._ranges[rank]]
-
-        def prepare(*sums: torch.Tensor) -> LaunchOn:
-            if rank != self._rank:
-                return backend.store_codes(copies, (), *sums)
-            own = [DigestedBytes(buffer[at], first) for at, first in self._ranges[rank]]
-            digest = backend.digest(own, *sums) if sums else nothing
-            return lambda _: digest()
-
+        prepare = partial(backend.store_codes, copies, ())
         return CopiedDigests(copies, prepare) if self._takes_digests else prepare()
 
     def arrived(self, begin: int, end: int) -> None:

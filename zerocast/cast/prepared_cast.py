@@ -229,14 +229,14 @@ class PreparedCast:
     @alone()
     def rebuild_copies(self) -> Sequence[TakenDigests]:
         """Rebuild the derived copies of all weights from their gathered codes; return the digests
-        that were taken of these.
+        of codes that were taken of these and by the cast.
         """
         if self.addresses.hold_other_copies():  # as functional calls do; the next cast is refused
             rebuild_derived(spec.storage for spec in self._specs)
             return []
         self.follow_moves()
         self.steps.run("transpose")
-        return self.steps.rebuilt
+        return self.steps.digests()
 
     # --- the first step of a cast ---
 

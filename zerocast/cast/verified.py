@@ -8,10 +8,13 @@ those of another: a bit that flipped, a scale that is stale, codes that were not
 stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
 step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
 gathered it. Copies that each rank derives for itself are not compared. On a CPU, a digest is taken
-from registers through which codes pass anyway, after they were gathered as derived copies are made
-of them (:class:`zerocast.tensors.post_gather.Rebuild`), or as an all-gather copies them, or from a
-cache as they arrive (:mod:`zerocast.cast.copied_digests`): a byte that changes after that and
-before the ranks compare is found by the next comparison that reads it from memory, not by this one.
+from registers through which codes pass anyway: as derived copies are made of gathered ones
+(:class:`zerocast.tensors.post_gather.Rebuild`); without such copies as a rank casts its own, where
+one pass measures and casts (:class:`zerocast.tensors.cast_steps.CastDigests`), and as an all-gather
+copies others', or from a cache as they arrive (:mod:`zerocast.cast.copied_digests`). A byte that
+changes after that and before the ranks compare is found by the next comparison that reads it from
+memory, not by this one; but for what changes in a rank's own codes before others gather them, in
+which they differ then.
 
 ``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
 the number of the step): the ranks gather its masters, each casts it whole by the reference, and

@@ -49,7 +49,9 @@ class Backend(Protocol):
     guesses_amaxes: bool
     """Whether its updates write codes under :attr:`TensorOperand.guess`."""
     digests_transposed: bool
-    """Whether its transposes take :attr:`TensorOperand.digest` of the codes that they read."""
+    """Whether its transposes take :attr:`PlaneBuffers.digest` of the codes that they read."""
+    digests_cast: bool
+    """Whether passes that measure and cast take it of the codes that they make."""
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast

@@ -158,6 +158,20 @@ class FourOverSixErrors:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenDigest:
+    """The digest of a matrix's codes, which a launch takes that reads or makes them anyway.
+
+    Attributes:
+        first: the place of the matrix's first byte in the whole weight's codes, a multiple of 64,
+            as for a transpose the rows of the matrix have to be.
+        sum: int64 [1] on the codes' device, to which it is added.
+    """
+
+    first: int
+    sum: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PlaneBuffers:
     """One plane of a tensor, and its buffers; None is what the operations at hand do not use.
 
@@ -173,6 +187,9 @@ class PlaneBuffers:
         first_block: the number of the block that ``block_amax`` begins with.
         compact: the numerics' ``scale_dtype`` [plane.grid.num_blocks]: one scale a block, as they
             travel between ranks; what ``scale_inv`` is made from after the gather.
+        digest: that of ``codes``, where :meth:`Backend.transpose` reads them, and the backend
+            :attr:`~Backend.digests_transposed`; or of those in :attr:`TensorOperand.whole`, where
+            the same pass measures and casts them, and the backend :attr:`~Backend.digests_cast`.
     """
 
     plane: Plane
@@ -181,6 +198,7 @@ class PlaneBuffers:
     scale_inv: torch.Tensor | None = None
     first_block: int = 0
     compact: torch.Tensor | None = None
+    digest: TakenDigest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,20 +284,6 @@ class DigestedBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenDigest:
-    """The digest of a matrix's codes, which a launch takes that reads them anyway.
-
-    Attributes:
-        first: the place of the first byte in the whole weight's codes, a multiple of 64, as rows of
-            the matrix have to be.
-        sum: int64 [1] on the codes' device, to which it is added.
-    """
-
-    first: int
-    sum: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class TensorOperand:
     """One tensor as one rank sees it: what every operation of a cast works on.
 
@@ -317,8 +321,6 @@ class TensorOperand:
             latest cast. Where the first is not the tensor amax after all,
             :meth:`Backend.partial_cast` writes all codes. Only where the backend
             :attr:`~Backend.guesses_amaxes`.
-        digest: that of the first plane's codes, where :meth:`Backend.transpose` takes it. Only
-            where the backend :attr:`~Backend.digests_transposed`.
     """
 
     planes: tuple[PlaneBuffers, ...]
@@ -336,7 +338,6 @@ class TensorOperand:
     whole: Extent = NOTHING
     changes: Changes | None = None
     guess: torch.Tensor | None = None
-    digest: TakenDigest | None = None
 
     @property
     def grid(self) -> BlockGrid:

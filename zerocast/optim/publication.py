@@ -170,7 +170,7 @@ class Publication:
     def _rebuild_copies(self) -> None:
         assert self._plan is not None, "it is a step of the plan"
         rebuilt = self._plan.rebuild_copies()
-        self._taken = self._taken or [*rebuilt]  # but for what threads have read as they copied it
+        self._taken = [*rebuilt, *self._taken]
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can

@@ -28,6 +28,7 @@ from types import MappingProxyType
 
 import torch
 
+from zerocast.formats import byte_span
 from zerocast.layout import NOTHING, Extent, whole_rows
 from zerocast.numerics import (
     AdamWUpdate,
@@ -38,6 +39,7 @@ from zerocast.numerics import (
     Numerics,
     NVFP4Numerics,
     Operands,
+    TakenDigest,
     TensorOperand,
 )
 from zerocast.recipes import Recipe
@@ -89,6 +91,7 @@ class CastSteps:
         self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
         self._backend, self._masters, self._judges_amaxes = backend, masters, judges_amaxes
         self._of_updates: list[tuple[Numerics, Operands, Masters]] = []
+        self._digests: list[CastDigests] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
@@ -113,6 +116,7 @@ class CastSteps:
             scaled = [scale_operand(operands[i][1], own_scales.get(i, {})) for i in alike]
             self._prepare(recipe, cast, by_stage, scaled)
         self._storages = storages = [storage for storage, _ in operands]
+        self._storage_of = {id(operand.planes[0]): storage for storage, operand in operands}
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
         self._prepare_rebuild = partial(prepare_rebuild, storages, backend, dict(operands))
         self._launches["transpose"] = self._prepare_rebuild()
@@ -124,11 +128,31 @@ class CastSteps:
                 launch()
 
     def take_digests(self, weights: Sequence[QuantizedStorage]) -> None:
-        """Let the step ``transpose`` take digests of the codes that it reads, where it can: by
-        place the weight that it is of.
+        """Let digests be taken of codes that pass through a CPU's registers, by place the weight
+        that they are of: as the step ``transpose`` reads them, where it can, and of weights without
+        derived copies as they are made by a pass that measures and casts.
         """
         digested = dict(zip(self._storages, weights, strict=True))
         self._launches["transpose"] = self._prepare_rebuild(digested=digested)
+        if not self._backend.digests_cast:
+            return
+        for i, (numerics, operands, masters) in enumerate(self._of_updates):
+            of = [digested[self._storage_of[id(operand.planes[0])]] for operand in operands]
+            digests = CastDigests(operands, of)
+            if any(digests.ranges):
+                self._of_updates[i] = numerics, digests.operands, masters
+                cast = self._backend.partial_amax_cast(numerics, digests.operands, masters)
+                self._launches["partial_amax"][i] = partial(digests.take_by, cast)
+                self._digests.append(digests)
+
+    def digests(self) -> list[TakenDigests]:
+        """Those that the latest step ``transpose`` has taken, and, the first time after it, those
+        of the latest cast: whoever gathers again may have written codes since.
+        """
+        of_cast = [each for each in self._digests if each.is_new]
+        for each in of_cast:
+            each.is_new = False
+        return [*self.rebuilt, *of_cast]
 
     @property
     def rebuilt(self) -> Sequence[TakenDigests]:
@@ -144,6 +168,8 @@ class CastSteps:
             self._guesses.fill_(-1)
         if self._updates is None:
             self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
+        for digests in self._digests:
+            digests.begin()
         for launch in self._updates:
             launch(updates)
 
@@ -195,6 +221,71 @@ class CastSteps:
             self.writes_selected |= any(operand.whole for operand in operands)
             launches["partial_select"].append(backend.partial_select(numerics, operands, masters))
             launches["select"].append(backend.select(numerics, operands))
+
+
+class CastDigests(TakenDigests):
+    """The digests of codes that passes make which measure and cast.
+
+    Args:
+        operands: of one launch.
+        weights: by operand the weight that it is a matrix of, or itself.
+
+    Attributes:
+        operands: those, with what asks for the digests.
+        is_new: whether nobody has used those of the latest cast.
+    """
+
+    is_new = False
+
+    def __init__(self, operands: Operands, weights: Sequence[QuantizedStorage]) -> None:
+        found = list(map(_cast_at_once, operands, weights))
+        super().__init__([place for _, places in found for place in places])
+        sums = iter(self.sums.split(1))
+        self.operands = [
+            replace(
+                operand,
+                planes=tuple(
+                    replace(each, digest=TakenDigest(first, next(sums)))
+                    if places and each.plane.is_cast
+                    else each
+                    for each in operand.planes
+                ),
+            )
+            for operand, (first, places) in zip(operands, found, strict=True)
+        ]
+
+    def begin(self) -> None:
+        """Forget those of the cast before."""
+        self.sums.zero_()
+        self.is_new = True
+
+    def take_by(self, cast: Launch) -> None:
+        """Run the launch of :attr:`operands`."""
+        self.begin()
+        cast()
+
+
+def _cast_at_once(
+    operand: TensorOperand, weight: QuantizedStorage
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """What one pass measures and casts of a weight's codes, of which no derived copies are made:
+    where the matrix begins in them, and the ranges of :class:`TakenDigests`, by plane. No ranges
+    where it is cast elsewhere, or the pass can take no digest of it.
+    """
+    if weight.derived_names or operand.guess is not None or not operand.whole:
+        return 0, []
+    begin, end = byte_span(weight.form.numerics.fmt, operand.whole.start, operand.whole.end)
+    firsts, ranges = set[int](), []
+    for each in operand.cast_planes:
+        assert each.codes is not None
+        for whole in (weight.buffers[name] for name in weight.gathered):
+            first = each.codes.data_ptr() - whole.data_ptr()
+            if 0 <= first < whole.nbytes:
+                firsts.add(first)
+                ranges.append((whole.data_ptr(), first + begin, first + end))
+    alike = len(ranges) == len(operand.cast_planes) and len(firsts) == 1 and not operand.codes_start
+    first = min(firsts, default=0)
+    return first, ranges if alike and first % 64 == 0 else []
 
 
 def _read_once(

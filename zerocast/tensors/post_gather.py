@@ -80,8 +80,16 @@ class Rebuild(TakenDigests):
     ) -> None:
         super().__init__(list(map(_digested, operands, weights)))
         given = [
-            replace(operand, digest=TakenDigest(place[1], total)) if place else operand
-            for operand, place, total in zip(operands, self.ranges, self.sums.split(1), strict=True)
+            replace(operand, planes=(replace(first, digest=TakenDigest(place[1], total)), second))
+            if place
+            else operand
+            for operand, (first, second), place, total in zip(
+                operands,
+                (operand.planes for operand in operands),
+                self.ranges,
+                self.sums.split(1),
+                strict=True,
+            )
         ]
         self._launch = backend.transpose(numerics, given)
 

@@ -54,7 +54,7 @@ class ReferenceBackend:
     name = "reference"
     notes_changes = False
     guesses_amaxes = False
-    digests_transposed = False
+    digests_transposed = digests_cast = False
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
