@@ -56,7 +56,7 @@ class CopiesInPlace(PartCopies):
     arrive; see :meth:`zerocast.comm.Communicator.start_all_gather_by`.
 
     Args:
-        rank: this rank, whose part stays as it is.
+        rank: this rank.
         ranges: of each rank the ranges of the buffer's bytes that it sends, and the place of the
             first in its weight's codes.
 
@@ -65,7 +65,7 @@ class CopiesInPlace(PartCopies):
     """
 
     def __init__(self, rank: int, ranges: Sequence[Sequence[tuple[slice, int]]]) -> None:
-        self._rank, self._ranges = rank, ranges
+        self._ranges = ranges
         self._received = [
             (at.start, at.stop, first)
             for sender, its_ranges in enumerate(ranges)
@@ -94,8 +94,6 @@ class CopiesInPlace(PartCopies):
         return self
 
     def copy(self, rank: int, theirs: torch.Tensor) -> None:
-        if rank == self._rank:
-            return
         launch = self._copies.get(rank) or self._copies.setdefault(rank, self._copy_of(rank))
         launch(theirs)
         if isinstance(launch, CopiedDigests):

@@ -124,9 +124,9 @@ class Communicator(ABC):
         self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
     ) -> Wait:
         """:meth:`start_all_gather_` of bytes, which other ranks may call instead. Of a large buffer
-        on the CPU a transport that has the other ranks' buffers at hand lets ``copies`` copy each
-        part, also this rank's own, which nobody writes meanwhile. One that writes the buffer piece
-        by piece tells it every piece of the others' parts once, before the wait is over.
+        on the CPU a transport that has the other ranks' buffers at hand lets ``copies`` copy the
+        others' parts; nobody writes this rank's meanwhile. One that writes the buffer piece by
+        piece tells it every piece of these parts once, before the wait is over.
         """
         return self.start_all_gather_(buffer, counts)
 

@@ -128,10 +128,11 @@ class InProcessCommunicator(Communicator):
             return
         call, parts = _Call(signature, flat), flat.split(chunks)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
-            if copies is not None:
-                copies.copy(rank, theirs)
-            elif rank != self.rank:  # nobody writes the part that others read
-                parts[rank].copy_(theirs.split(chunks)[rank])
+            if rank != self.rank:  # nobody writes the part that others read
+                if copies is None:
+                    parts[rank].copy_(theirs.split(chunks)[rank])
+                else:
+                    copies.copy(rank, theirs)
             del theirs  # its rank may let go of it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
 
