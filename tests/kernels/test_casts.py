@@ -386,6 +386,9 @@ def test_one_pass_over_whole_blocks_writes_what_two_passes_do(threads, data, kin
     scheme = replace(scheme, round_to=NOMINALS[seed % 3])
     numel, rng = scheme.grid.numel, random.Random(seed)
     extents = draw_partition(numel, data.draw(st.integers(1, 4)), rng)
+    if threads > 1 and scheme.numerics.fmt.bits == 4:
+        # Ranks that share a byte write it in memory of their own, not in one launch's threads.
+        extents = [Extent(each.start // 2 * 2, each.end // 2 * 2) for each in extents]
     if data.draw(st.booleans()):
         extents = [Extent(0, numel)]
     odd = data.draw(st.integers(0, 3))
