@@ -217,7 +217,7 @@ def test_launches_at_once_do_not_race(watched: Watched, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "subject"),
     [
-        (Mistake("digest", "cpu/digest_sum.h",
+        (Mistake("casts", "cpu/digest_sum.h",
                  "__atomic_fetch_add(sum, total, __ATOMIC_RELAXED)", "*sum += total"), "digests"),
         (Mistake("casts", "cpu/plane_amax.h", "return num_threads > 1 &&", "return false &&"),
          "nvfp4"),
