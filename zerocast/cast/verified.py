@@ -13,8 +13,8 @@ from registers through which codes pass anyway: as derived copies are made of ga
 one pass measures and casts (:class:`zerocast.tensors.cast_steps.CastDigests`), and as an all-gather
 copies others', or from a cache as they arrive (:mod:`zerocast.cast.copied_digests`). A byte that
 changes after that and before the ranks compare is found by the next comparison that reads it from
-memory, not by this one; but for what changes in a rank's own codes before others gather them, in
-which they differ then.
+memory, not by this one. A rank's own byte that changes before others gather it is found: theirs
+differ from what it cast.
 
 ``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
 the number of the step): the ranks gather its masters, each casts it whole by the reference, and

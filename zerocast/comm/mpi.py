@@ -8,8 +8,8 @@ tensor, another would change its values).
 One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
 length work the same with every MPI library, not only with one that has MPI-4's large counts.
 
-A large all-gather among ranks of one node is many messages, all begun at once: it takes as long as
-one call, and of each piece there is time to take the digest while it is in a cache.
+A large all-gather among ranks of one node is many messages, all begun at once: that takes hardly
+longer than one call, and of each piece the digest can be taken while it is in a cache.
 
 NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mpi_peers`).
 """
@@ -41,7 +41,7 @@ of an all-to-all, and the pieces of all-gathers.
 """
 
 _PIECE = 1 << 20
-"""Bytes of a piece, which stay in a cache until they are read: 256 KiB to 4 MiB took as long."""
+"""Bytes of a piece, which stay in a cache until they are read: 256 KiB to 2 MiB took as long."""
 
 _FEWEST = 4
 """Pieces of a part, on average: gathers of fewer are one call."""
