@@ -124,16 +124,22 @@ class PlaneCast {
         }
     }
 
-    // GROUP elements from x on, the first of a block of BLOCK or in its middle.
+    // GROUP elements from x on, the first of a block of BLOCK or in its middle; returns their
+    // codes.
     template <int BLOCK>
-    ZEROCAST_FN void cast_group(i64 element, const T* x, const float* multiplier,
-                                bool positive) const {
+    ZEROCAST_FN Packed cast_group(i64 element, const T* x, const float* multiplier,
+                                  bool positive) const {
         Native::Int code[4];
         group<BLOCK>(element, x, multiplier, positive, code);
         u8* to = codes(element);
-        if (!changes_.flags) return store(to, code, streams(to));
-        __builtin_prefetch(to + bytes(PREFETCH_AHEAD));
-        keep(to, code);
+        Packed packed = pack(code);
+        if (changes_.flags) {
+            __builtin_prefetch(to + bytes(PREFETCH_AHEAD));
+            keep(to, code);
+        } else {
+            store(to, packed, streams(to));
+        }
+        return packed;
     }
 
     // Codes of whole bytes, from this element on, to where they stay.

@@ -72,8 +72,8 @@ class CastRowsAndColumns {
         }
         raise_tensor(shard_, reduce_max<Native>(tensor));
         if (DIGESTS) {
-            add_to(shard_.rowwise.sum, totals_[0]);
-            add_to(shard_.columnwise.sum, totals_[1]);
+            add_to(shard_.rowwise.sum, sum_of(totals_[0]));
+            add_to(shard_.columnwise.sum, sum_of(totals_[1]));
         }
     }
 
@@ -109,7 +109,7 @@ class CastRowsAndColumns {
     short* block_steps_;     // of the row that is cast
     bool regular_ = false;   // whether Codes serves the row of blocks that is cast
     bool positive_ = false;  // whether all multipliers of its columns are
-    u64 totals_[2] = {};     // digests of what was written of both planes
+    Native::Wide totals_[2] = {};  // digests of what was written of both planes, in parts
 
     Waiting* line(i64 row) const { return waiting_ + row % LINES * cols_; }
 
@@ -125,10 +125,8 @@ class CastRowsAndColumns {
                 auto steps = Codes::step(Native::load(by_block_ + b));
                 Native::store(block_steps_ + b, __builtin_convertvector(steps, Native::Halves));
             }
-            for (i64 c = 0; !casts && c < cols_; c += GROUP) {
-                cast_any(cast_row, c, positive && positive_);
-                if (DIGESTS) add_group(cast_row, c, 1);
-            }
+            for (i64 c = 0; !casts && c < cols_; c += GROUP)
+                cast_any<DIGESTS>(cast_row, c, positive && positive_);
         }
         i64 place = digest_place(max_of(cast_row, 0), 0);
         DigestSum sums[2];
@@ -157,37 +155,25 @@ class CastRowsAndColumns {
                 for (i64 i = 0; i < width; i += GROUP) cast_here(i);
             }
             if (DIGESTS) {
-                add(sums, place + c, 1);
+                add(sums, place + c);
                 sums[0] = sums[1] = DigestSum{};
             }
         }
-        for (i64 i = 0; i < count; i++) {
-            if (DIGESTS) add_group(cast_row, irregular_[i], -1);
-            cast_any(cast_row, irregular_[i], positive && positive_);
-            if (DIGESTS) add_group(cast_row, irregular_[i], 1);
-        }
+        for (i64 i = 0; i < count; i++)
+            cast_any<DIGESTS>(cast_row, irregular_[i], positive && positive_);
     }
 
     // The place of a row's column in the whole weight's codes, of one byte each.
     i64 digest_place(i64 row, i64 c) const { return shard_.digest_start + row * cols_ + c; }
 
-    // Adds these sums of both planes, of the row of the digest that a place is in, `times` times.
-    ZEROCAST_FN void add(const DigestSum (&sums)[2], i64 place, i64 times) {
-        u64 factor = row_factor(place / DIGEST_ROW_BYTES) * (u64)times;
-        for (int k = 0; k < 2; k++) totals_[k] += sum_of(sums[k].parts()) * factor;
-    }
-    // The same of a group of a row, as it stands in memory.
-    void add_group(i64 row, i64 c, i64 times) {
-        i64 place = digest_place(row, c), element = row * cols_ + c;
-        DigestSum sums[2];
-        sums[0].add(Native::load_as<Native::Int>(rows_.codes(element)), place % DIGEST_ROW_BYTES);
-        sums[1].add(Native::load_as<Native::Int>(columns_.codes(element)),
-                    place % DIGEST_ROW_BYTES);
-        add(sums, place, times);
+    // Adds these sums of both planes, of the row of the digest that a place is in.
+    ZEROCAST_FN void add(const DigestSum (&sums)[2], i64 place) {
+        for (int k = 0; k < 2; k++) totals_[k] += sums[k].digest(place / DIGEST_ROW_BYTES);
     }
 
     // What casts the group at a column of a row by Codes, and returns whether that has to be done
-    // again. It holds what it takes by value: stores of bytes might change all else.
+    // again: then it adds nothing to the digests. It holds what it takes by value: stores of bytes
+    // might change all else.
     template <bool DIGESTS>
     ZEROCAST_FN auto regular_group(i64 row) const {
         u8 *to_rows = rows_.codes(row * cols_), *to_columns = columns_.codes(row * cols_);
@@ -203,22 +189,32 @@ class CastRowsAndColumns {
             auto first = Native::load_as<Shorts>(column_steps + c);
             auto second = Native::load_as<Shorts>(column_steps + c + 2 * W);
             auto of_columns = codes.under(first, second, irregular);
+            bool is_irregular = Codes::is_irregular(irregular);
             if (DIGESTS) {
-                sums[0].add((Native::Int)of_rows, (place + c) % DIGEST_ROW_BYTES);
-                sums[1].add((Native::Int)of_columns, (place + c) % DIGEST_ROW_BYTES);
+                auto kept = Native::splat(is_irregular - 1);  // no branch, which would be slower
+                sums[0].add((Native::Int)of_rows & kept, (place + c) % DIGEST_ROW_BYTES);
+                sums[1].add((Native::Int)of_columns & kept, (place + c) % DIGEST_ROW_BYTES);
             }
             Plane::store(to_rows + Plane::bytes(c), of_rows, streams_rows);
             Plane::store(to_columns + Plane::bytes(c), of_columns, streams_columns);
-            return Codes::is_irregular(irregular);
+            return is_irregular;
         };
     }
 
     // Casts a group of a row, whatever it holds.
-    void cast_any(i64 row, i64 c, bool positive) const {
+    template <bool DIGESTS>
+    void cast_any(i64 row, i64 c, bool positive) {
         const Waiting* group = line(row) + c;
+        i64 element = row * cols_ + c, place = digest_place(row, c);
         const float* by_block = by_block_ + c / BLOCK;
-        rows_.template cast_group<BLOCK>(row * cols_ + c, group, by_block, positive);
-        columns_.template cast_group<1>(row * cols_ + c, group, by_column_ + c, positive);
+        auto of_rows = rows_.template cast_group<BLOCK>(element, group, by_block, positive);
+        auto of_columns = columns_.template cast_group<1>(element, group, by_column_ + c, positive);
+        if (DIGESTS) {  // here, as what was written past the caches takes long to read again
+            DigestSum sums[2];
+            sums[0].add((Native::Int)of_rows, place % DIGEST_ROW_BYTES);
+            sums[1].add((Native::Int)of_columns, place % DIGEST_ROW_BYTES);
+            add(sums, place);
+        }
     }
 
     // What keeps the groups of a row from a column on, rounded, and measures them:

@@ -16,15 +16,13 @@ inline u64 digest_bytes(const u8* row, i64 at, i64 end) {
 
 enum Copying { NONE, CACHED, STREAMED };
 
-// Bytes [at, end) of a row, before its own factor; they are copied to `to`, where the row begins
-// there, too.
+// Lines [at, end) of a row; they are copied to `to`, where the row begins there, too.
 template <Copying COPY>
-u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
-    i64 head = min_of((at + LINE - 1) / LINE * LINE, end);
-    i64 tail = max_of(end / LINE * LINE, head);
+DigestSum digest_lines(const u8* row, i64 at, i64 end, u8* to) {
     DigestSum sum;
-    for (i64 i = head; i < tail; i += LINE) {
-        __builtin_prefetch(row + i + PREFETCH_AHEAD * 4, 0, 2);  // into L2, as the keys fill L1
+#pragma GCC unroll 2
+    for (i64 i = at; i < end; i += LINE) {
+        __builtin_prefetch(row + i + PREFETCH_AHEAD * 4);
         alignas(LINE) Native::Int line[LINE_REGISTERS];
         load_line(line, row + i);
         for (int k = 0; COPY == CACHED && k < LINE_REGISTERS; k++)
@@ -32,26 +30,30 @@ u64 digest_row(const u8* row, i64 at, i64 end, u8* to) {
         if (COPY == STREAMED) stream_line(to + i, (const u8*)line);
         sum.add(line, i);
     }
-    if (COPY != NONE) {
-        __builtin_memcpy(to + at, row + at, head - at);
-        __builtin_memcpy(to + tail, row + tail, end - tail);
-    }
-    return sum_of(sum.parts()) + digest_bytes(row, at, head) + digest_bytes(row, tail, end);
+    return sum;
 }
 
 // Bytes [begin, end) of a tensor whose byte `first` stands at `from`, and is copied to `to`.
 template <Copying COPY>
 u64 digest_rows(const u8* from, i64 first, i64 begin, i64 end, u8* to = nullptr) {
-    u64 total = 0;
-    for (i64 at = begin; at < end;) {
-        i64 row = at / DIGEST_ROW_BYTES, start = row * DIGEST_ROW_BYTES;
-        i64 stop = min_of(end, start + DIGEST_ROW_BYTES);
+    Native::Wide lines{};
+    u64 edges = 0;
+    for (i64 stop; begin < end; begin = stop) {
+        i64 number = begin / DIGEST_ROW_BYTES, start = number * DIGEST_ROW_BYTES;
+        stop = min_of(end, start + DIGEST_ROW_BYTES);
+        const u8* row = from + (start - first);
         u8* row_to = COPY == NONE ? nullptr : to + (start - first);
-        total += row_factor(row)
-                 * digest_row<COPY>(from + (start - first), at - start, stop - start, row_to);
-        at = stop;
+        i64 at = begin - start, last = stop - start;
+        i64 head = min_of((at + LINE - 1) / LINE * LINE, last);
+        i64 tail = max_of(last / LINE * LINE, head);
+        lines += digest_lines<COPY>(row, head, tail, row_to).digest(number);
+        if (at == head && tail == last) continue;
+        edges += row_factor(number) * (digest_bytes(row, at, head) + digest_bytes(row, tail, last));
+        if (COPY == NONE) continue;
+        __builtin_memcpy(row_to + at, row + at, head - at);
+        __builtin_memcpy(row_to + tail, row + tail, last - tail);
     }
-    return total;
+    return sum_of(lines) + edges;
 }
 
 }  // namespace ZEROCAST_ISA

@@ -23,7 +23,7 @@ ZEROCAST_FN void load_line(Native::Int* line, const u8* from) {
     }
 }
 
-// The sum over lines of a row, before the row's factor: of words in even columns, and in odd ones.
+// The sum over lines of a row: of words in even columns, and in odd ones.
 struct DigestSum {
     typedef Native::Wide Wide;
 
@@ -39,8 +39,8 @@ struct DigestSum {
     ZEROCAST_FN void add(const Native::Int* line, i64 i) {
         for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], i + k * sizeof(Native::Int));
     }
-    // The sum, in parts.
-    ZEROCAST_FN Wide parts() const { return even + odd; }
+    // The digest, in parts, if that is row `row` of the tensor.
+    ZEROCAST_FN Wide digest(i64 row) const { return (even + odd) * (Wide{} + row_factor(row)); }
 };
 
 ZEROCAST_FN u64 sum_of(Native::Wide parts) {
@@ -55,7 +55,7 @@ ZEROCAST_FN Native::Wide digest_of_line(const u8* from, u64 place) {
     load_line(line, from);
     DigestSum sum;
     sum.add(line, place % DIGEST_ROW_BYTES);
-    return sum.parts() * (Native::Wide{} + row_factor(place / DIGEST_ROW_BYTES));
+    return sum.digest(place / DIGEST_ROW_BYTES);
 }
 
 ZEROCAST_FN void add_to(u64* sum, u64 total) { __atomic_fetch_add(sum, total, __ATOMIC_RELAXED); }

@@ -155,7 +155,7 @@ __attribute__((noinline)) Native::Wide digest_of(const Bytes& from, i64 row, i64
                 load_line(line, at + i);
                 sum.add(line, in_row + i);
             }
-            parts += sum.parts() * (Native::Wide{} + row_factor(place / DIGEST_ROW_BYTES));
+            parts += sum.digest(place / DIGEST_ROW_BYTES);
         } else {
             for (i64 i = 0; i < col_end - col; i += LINE)
                 parts += digest_of_line(at + i, place + i);
