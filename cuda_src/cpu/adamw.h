@@ -28,14 +28,14 @@ class Update {
 
     // Elements [begin, end), whole groups of them: calls before(i) with each group's first, counted
     // from `begin`, and after(i, x) with its updated ones.
-    template <class Before, class After>
+    template <Prefetched INTO, class Before, class After>
     ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
         AdamWUpdate table = table_;
         AdamW<Native> by = by_;
         i64 first = begin - start_;
         for (i64 i = 0; i < end - begin; i += GROUP) {
             before(i);
-            for (int k = 0; k < GROUP; k += 16) ask(table, first + i + k + ahead_);
+            for (int k = 0; k < GROUP; k += 16) ask<INTO>(table, first + i + k + ahead_);
             Floats x[4];
             for (int k = 0; k < 4; k++) x[k] = some<false>(table, by, first + i + k * W, W);
             after(i, x);
@@ -59,18 +59,19 @@ class Update {
         AdamWUpdate table = table_;
         AdamW<Native> by = by_;
         for (; i + W <= end; i += W) {
-            if (W == 16 || i % 16 == 0) ask(table, i + ahead_);
+            if (W == 16 || i % 16 == 0) ask<ALL>(table, i + ahead_);
             some<AMSGRAD>(table, by, i, W);
         }
         if (i < end) some<AMSGRAD>(table, by, i, end - i);
     }
 
     // Asks for what is read of element i and of those behind it in a line.
+    template <Prefetched INTO>
     static ZEROCAST_FN void ask(const AdamWUpdate& table, i64 i) {
-        __builtin_prefetch(table.master + i);
-        __builtin_prefetch(table.gradient + i);
-        __builtin_prefetch(table.exp_avg + i);
-        __builtin_prefetch(table.exp_avg_sq + i);
+        __builtin_prefetch(table.master + i, 0, INTO);
+        __builtin_prefetch(table.gradient + i, 0, INTO);
+        __builtin_prefetch(table.exp_avg + i, 0, INTO);
+        __builtin_prefetch(table.exp_avg_sq + i, 0, INTO);
     }
 
     // n elements, at most a register of them; returns them.

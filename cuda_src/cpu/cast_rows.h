@@ -12,12 +12,12 @@ inline namespace ZEROCAST_ISA {
 struct Read {
     const float* master;
 
-    template <class Before, class After>
+    template <Prefetched INTO, class Before, class After>
     ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
         const float* from = master + begin;  // of its own, so that no store is taken to change it
         for (i64 i = 0; i < end - begin; i += GROUP) {
             before(i);
-            prefetch(from + i);
+            prefetch<INTO>(from + i);
             Native::Float x[4];
             for (int k = 0; k < 4; k++) x[k] = load_of(from + i, k);
             after(i, x);
@@ -59,9 +59,9 @@ void cast_rows(const CastShard& shard, const Source& source, const BlockMultipli
                     Native::store(line + c + k * Native::WIDTH, rounded_waiting(x[k], x[k + 1]));
             };
             if (r < rows && r < above)
-                source.in_groups(element, element + cols, cast, keep);
+                source.template in_groups<ALL>(element, element + cols, cast, keep);
             else if (r < rows)
-                source.in_groups(element, element + cols, [](i64) {}, keep);
+                source.template in_groups<ALL>(element, element + cols, [](i64) {}, keep);
             else
                 for (i64 c = 0; c < cols; c += GROUP) cast(c);
         }

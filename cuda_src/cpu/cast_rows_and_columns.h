@@ -16,9 +16,8 @@ class CastRowsAndColumns {
   public:
     // How many bytes of memory it takes to work on rows of so many elements.
     static i64 bytes(i64 cols) {
-        i64 blocks = cols / BLOCK + 2 * W;
-        return (LINES * sizeof(Waiting) + sizeof(float) + 2 * sizeof(short)) * cols
-               + (sizeof(float) + sizeof(short)) * blocks + sizeof(int) * (cols / GROUP + 1);
+        return LINES * (sizeof(Waiting) * cols + sizeof(short) * padded(cols / BLOCK))
+               + 2 * sizeof(short) * cols + sizeof(int) * (cols / GROUP + 1);
     }
 
     // Works on rows of blocks of a shard whose columns are a multiple of GROUP.
@@ -28,16 +27,15 @@ class CastRowsAndColumns {
           region_(region),
           cols_(shard.rowwise.grid.cols),
           blocks_(shard.rowwise.grid.blocks_w()),
+          numerics_(multipliers.of_powers_of_two<F>()),
           rows_(shard, nullptr, shard.rowwise, multipliers, NearestGroup<F>{}, 0, region.streams),
           columns_(shard, nullptr, shard.columnwise, multipliers, NearestGroup<F>{}, 0,
                    region.streams),
           waiting_((Waiting*)memory),
-          by_column_((float*)(waiting_ + LINES * cols_)),
-          column_steps_((short*)(by_column_ + cols_)),
+          column_steps_((short*)(waiting_ + LINES * cols_)),
           column_largest_(column_steps_ + cols_),
-          by_block_((float*)(column_largest_ + cols_)),
-          irregular_((int*)(by_block_ + blocks_ + 2 * W)),
-          block_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {}
+          row_steps_(column_largest_ + cols_),
+          irregular_((int*)(row_steps_ + LINES * padded(blocks_))) {}
 
     // Whether it takes the digests of the codes that it writes.
     static constexpr bool TAKES_DIGESTS = F::BITS == 8;
@@ -99,42 +97,37 @@ class CastRowsAndColumns {
     const CastShard& shard_;
     const Region& region_;
     i64 cols_, blocks_;
+    const MXNumerics<F>& numerics_;
     Plane rows_, columns_;
-    Waiting* waiting_;       // elements, of the latest LINES rows
-    float* by_column_;       // multipliers of the row of blocks that is cast
-    short* column_steps_;    // the same, in the order of Waiting
-    short* column_largest_;  // magnitudes of the row of blocks that is measured, in that order
-    float* by_block_;        // multipliers of the row that is cast
-    int* irregular_;         // columns of its groups that have to be cast again
-    short* block_steps_;     // of the row that is cast
-    bool regular_ = false;   // whether Codes serves the row of blocks that is cast
-    bool positive_ = false;  // whether all multipliers of its columns are
+    Waiting* waiting_;             // elements, of the latest LINES rows
+    short* column_steps_;          // of the row of blocks that is cast, in the order of Waiting
+    short* column_largest_;        // magnitudes of the one that is measured, in that order
+    short* row_steps_;             // of the blocks of the latest LINES rows
+    int* irregular_;               // columns of the groups of a row that have to be cast again
+    bool regular_ = false;         // whether Codes serves the row of blocks that is cast
     Native::Wide totals_[2] = {};  // digests of what was written of both planes, in parts
 
     Waiting* line(i64 row) const { return waiting_ + row % LINES * cols_; }
+    // What follows a row's last step may be written with it.
+    static i64 padded(i64 blocks) { return blocks + W; }
+    short* row_steps(i64 row) const { return row_steps_ + row % LINES * padded(blocks_); }
 
     // Measures one row and casts one row above it; -1 stands for none.
     template <bool DIGESTS, class Source>
     void turn(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
-        bool casts = false, positive = false;
-        i64 count = 0;  // of irregular groups
-        if (cast_row >= 0) {
-            positive = rows_.fill_multipliers(cast_row * blocks_, blocks_, by_block_);
-            casts = regular_;
-            for (i64 b = 0; casts && b < blocks_; b += W) {
-                auto steps = Codes::step(Native::load(by_block_ + b));
-                Native::store(block_steps_ + b, __builtin_convertvector(steps, Native::Halves));
-            }
-            for (i64 c = 0; !casts && c < cols_; c += GROUP)
-                cast_any<DIGESTS>(cast_row, c, positive && positive_);
-        }
+        bool casts = cast_row >= 0 && regular_;
+        for (i64 c = 0; cast_row >= 0 && !casts && c < cols_; c += GROUP)
+            cast_any<DIGESTS>(cast_row, c);
         i64 place = digest_place(max_of(cast_row, 0), 0);
         DigestSum sums[2];
-        auto cast = [&, group = regular_group<DIGESTS>(max_of(cast_row, 0))](i64 c)
-                        __attribute__((always_inline)) {
-                            irregular_[count] = (int)c;
-                            count += group(c, sums);
-                        };
+        i64 count = 0;
+        auto cast = [&, group = regular_group<DIGESTS>(max_of(cast_row, 0)),
+                     irregular = irregular_](i64 c) __attribute__((always_inline)) {
+            bool is_irregular = group(c, sums);
+            if (!Codes::MAY_BE_IRREGULAR) return;
+            irregular[count] = (int)c;
+            count += is_irregular;
+        };
         auto none = [](i64) {};
         for (i64 c = 0, width; c < cols_; c += width) {
             width = min_of(SEGMENT, cols_ - c);
@@ -147,10 +140,10 @@ class CastRowsAndColumns {
                 if (width < SEGMENT) memset(largest, 0, sizeof largest);
                 auto measure = measuring(measured_row, c, largest);
                 if (casts)
-                    source.in_groups(begin, begin + width, cast_here, measure);
+                    source.template in_groups<NEAREST>(begin, begin + width, cast_here, measure);
                 else
-                    source.in_groups(begin, begin + width, none, measure);
-                raise_row(begin / BLOCK, width / BLOCK, largest, measured);
+                    source.template in_groups<NEAREST>(begin, begin + width, none, measure);
+                raise_row(measured_row, c / BLOCK, width / BLOCK, largest, measured);
             } else if (casts) {
                 for (i64 i = 0; i < width; i += GROUP) cast_here(i);
             }
@@ -159,8 +152,7 @@ class CastRowsAndColumns {
                 sums[0] = sums[1] = DigestSum{};
             }
         }
-        for (i64 i = 0; i < count; i++)
-            cast_any<DIGESTS>(cast_row, irregular_[i], positive && positive_);
+        for (i64 i = 0; i < count; i++) cast_any<DIGESTS>(cast_row, irregular_[i]);
     }
 
     // The place of a row's column in the whole weight's codes, of one byte each.
@@ -179,7 +171,7 @@ class CastRowsAndColumns {
         u8 *to_rows = rows_.codes(row * cols_), *to_columns = columns_.codes(row * cols_);
         return [=, streams_rows = rows_.streams(to_rows),
                 streams_columns = columns_.streams(to_columns), line = line(row),
-                block_steps = block_steps_, column_steps = column_steps_,
+                block_steps = row_steps(row), column_steps = column_steps_,
                 place = digest_place(row, 0)](i64 c,
                                               DigestSum(&sums)[2]) __attribute__((always_inline)) {
             Codes codes(line + c);
@@ -203,12 +195,14 @@ class CastRowsAndColumns {
 
     // Casts a group of a row, whatever it holds.
     template <bool DIGESTS>
-    void cast_any(i64 row, i64 c, bool positive) {
+    void cast_any(i64 row, i64 c) {
         const Waiting* group = line(row) + c;
         i64 element = row * cols_ + c, place = digest_place(row, c);
-        const float* by_block = by_block_ + c / BLOCK;
+        float by_block[GROUP / BLOCK], by_column[GROUP];
+        bool positive = rows_.fill_multipliers(element / BLOCK, GROUP / BLOCK, by_block);
+        positive &= columns_.fill_multipliers(row / BLOCK * cols_ + c, GROUP, by_column);
         auto of_rows = rows_.template cast_group<BLOCK>(element, group, by_block, positive);
-        auto of_columns = columns_.template cast_group<1>(element, group, by_column_ + c, positive);
+        auto of_columns = columns_.template cast_group<1>(element, group, by_column, positive);
         if (DIGESTS) {  // here, as what was written past the caches takes long to read again
             DigestSum sums[2];
             sums[0].add((Native::Int)of_rows, place % DIGEST_ROW_BYTES);
@@ -239,35 +233,41 @@ class CastRowsAndColumns {
         };
     }
 
-    // The amaxes of `count` blocks side by side into their slots.
-    ZEROCAST_FN void raise(i32* slots, i64 count, Native::Int amax, Amaxes& measured) const {
+    // The amaxes of `count` blocks side by side into their slots; returns their steps.
+    ZEROCAST_FN Native::Int raise(i32* slots, i64 count, Native::Int amax, Amaxes& measured) const {
         amax = Native::max(load_some<Native::Int>(slots, count), amax);
         store_some(slots, amax, count);
         measured.add(amax);
+        return Codes::steps(numerics_.template stored<Native>(amax));
     }
 
     // Those of blocks side by side in a row, from the first one on.
-    ZEROCAST_FN void raise_row(i64 first_block, i64 count, const Shorts* row_largest,
+    ZEROCAST_FN void raise_row(i64 row, i64 first, i64 count, const Shorts* row_largest,
                                Amaxes& measured) const {
         alignas(64) short largest[SEGMENT / BLOCK];
         Native::store(largest, reduce_max_each_short(row_largest));
+        i32* slots = shard_.rowwise.block_amax + row * blocks_ + first;
         for (i64 i = 0; i < count; i += W) {
-            auto amax = load_halves<Native>(largest + i) << 16;
-            raise(shard_.rowwise.block_amax + first_block + i, count - i, amax, measured);
+            auto steps =
+                raise(slots + i, count - i, load_halves<Native>(largest + i) << 16, measured);
+            Native::store(row_steps(row) + first + i,
+                          __builtin_convertvector(steps, Native::Halves));
         }
     }
 
     // Makes what the cast of a row of blocks takes, once it is measured.
     void prepare(i64 row, Amaxes& measured) {
-        i64 first_column = row / BLOCK * cols_;
-        for (i64 c = 0; c < cols_; c += W) {
-            auto group = (const Waiting*)column_largest_ + c / GROUP * GROUP;
-            auto amax = Native::bits(load_of(group, c % GROUP / W));
-            raise(shard_.columnwise.block_amax + first_column + c, W, amax, measured);
+        i32* slots = shard_.columnwise.block_amax + row / BLOCK * cols_;
+        for (i64 c = 0; c < cols_; c += 2 * W) {
+            Native::Int steps[2];
+            for (int k = 0; k < 2; k++) {
+                i64 at = c + k * W;
+                auto group = (const Waiting*)column_largest_ + at / GROUP * GROUP;
+                auto amax = Native::bits(load_of(group, at % GROUP / W));
+                steps[k] = raise(slots + at, W, amax, measured);
+            }
+            Native::store(column_steps_ + c, Codes::in_lanes(steps[0], steps[1]));
         }
-        positive_ = columns_.fill_multipliers(first_column, cols_, by_column_);
-        for (i64 c = 0; c < cols_; c += 2 * W)
-            Native::store(column_steps_ + c, Codes::steps(by_column_ + c));
         regular_ = measured.are_regular();
     }
 };

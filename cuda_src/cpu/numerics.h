@@ -46,6 +46,12 @@ class BlockMultipliers {
     // Whether all are powers of two, but for those of blocks with a NaN or an infinity.
     bool are_powers_of_two() const { return are_powers_of_two_; }
 
+    // What makes them, where they are.
+    template <class F>
+    const MXNumerics<F>& of_powers_of_two() const {
+        return *(const MXNumerics<F>*)numerics_;
+    }
+
     // Those of blocks side by side. Returns whether all are positive, neither NaN nor 0: then what
     // they multiply stays a number, if it is one.
     bool fill(const i32* amax, const u8* choices, i64 count, float* multipliers) const {

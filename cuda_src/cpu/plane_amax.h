@@ -127,7 +127,8 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
                     auto raise = [&](i64 i, const Native::Float(&x)[4]) {
                         raise_group<16>(largest + (panel.col + i) / 16, x);
                     };
-                    before.in_groups(element, element + panel.count, [](i64) {}, raise);
+                    before.template in_groups<ALL>(
+                        element, element + panel.count, [](i64) {}, raise);
                     continue;
                 }
             }

@@ -31,17 +31,15 @@ class PowerOfTwoCodes {
         }
     }
 
-    // The step of a block whose elements are multiplied by this power of two. That of a block of
-    // zeros, which no step may raise, is as low as those of others can be.
-    static ZEROCAST_FN Native::Int step(Native::Float multiplier) {
+    // The steps of blocks that have these scales, of E8M0. That of a block of zeros, which no step
+    // may raise, is as low as those of others can be.
+    static ZEROCAST_FN Native::Int steps(Native::Int scale) {
         constexpr i32 BIASES = (2 * EXPONENT_BIAS - Derived<F>::BIAS) << M;
-        Native::Int exponent = Native::bits(multiplier) >> (MANTISSA_BITS - M);
+        Native::Int exponent = (E8M0::MAX_CODE - scale) << M;  // of what multiplies the elements
         return Native::min(exponent - BIASES, Native::splat(-BELOW)) + RAISE;
     }
     // Those of as many columns, in the order of Waiting.
-    static ZEROCAST_FN Shorts steps(const float* multipliers) {
-        auto low = step(Native::load(multipliers));
-        auto high = step(Native::load(multipliers + Native::WIDTH));
+    static ZEROCAST_FN Shorts in_lanes(Native::Int low, Native::Int high) {
         return (Shorts)Native::merge(0xFFFF, low, high << 16);
     }
 
@@ -64,8 +62,9 @@ class PowerOfTwoCodes {
         return in_order((Packed)Native::merge(CODE, (Native::Int)codes, (Native::Int)signs));
     }
     static constexpr u8 NONE = 255;
+    static constexpr bool MAY_BE_IRREGULAR = !SAME<F, E2M1>;
     static ZEROCAST_FN bool is_irregular(Packed irregular) {
-        return !SAME<F, E2M1> && any_below(irregular, BELOW + (1 << M) - 1);
+        return MAY_BE_IRREGULAR && any_below(irregular, BELOW + (1 << M) - 1);
     }
 
   private:

@@ -154,11 +154,15 @@ constexpr int GROUP = 4 * Native::WIDTH;
 // more than that. One long run is as fast with any of them, and without.
 constexpr int PREFETCH_AHEAD = 2048;
 
+// Into which caches a line is asked for: all, or the nearest alone, where the second-level cache
+// has no room for what is read once.
+enum Prefetched { NEAREST = 0, ALL = 3 };
+
 // Asks for GROUP elements that stand `ahead` of x.
-template <class T>
+template <Prefetched INTO = ALL, class T>
 ZEROCAST_FN void prefetch(const T* x, i64 ahead = PREFETCH_AHEAD) {
     constexpr int LINE = 64 / sizeof(T);
-    for (int i = 0; i < GROUP; i += LINE) __builtin_prefetch(x + ahead + i);
+    for (int i = 0; i < GROUP; i += LINE) __builtin_prefetch(x + ahead + i, 0, INTO);
 }
 
 // Whether any of GROUP elements is a NaN.
@@ -395,15 +399,17 @@ ZEROCAST_FN typename L::Int reduce_max_each(const typename L::Int* from) {
 
 // The largest of two magnitudes in each lane of 32 bits, of each of 2 * WIDTH registers.
 ZEROCAST_FN Native::Shorts reduce_max_each_short(const Native::Shorts* from) {
+    typedef Native::Shorts Shorts;
     typedef Native::Int Int;
-    Int x[Native::WIDTH];  // two registers each
-    for (int i = 0; i < Native::WIDTH; i++) {
-        Int a = (Int)from[2 * i], b = (Int)from[2 * i + 1];
-        x[i] = (Int)Native::max((Native::Shorts)Native::merge(0xFFFF, a, b << 16),
-                                (Native::Shorts)Native::merge(0xFFFF, a >> 16, b));
+    auto max = [](Int a, Int b) { return (Int)Native::max((Shorts)a, (Shorts)b); };
+    Int of[2];  // every second register, two magnitudes in a lane
+    for (int k = 0; k < 2; k++) {
+        Int x[Native::WIDTH];
+        for (int i = 0; i < Native::WIDTH; i++) x[i] = (Int)from[2 * i + k];
+        of[k] = reduce_each<Native>(x, max);
     }
-    return (Native::Shorts)reduce_each<Native>(
-        x, [](Int a, Int b) { return (Int)Native::max((Native::Shorts)a, (Native::Shorts)b); });
+    return (Shorts)max(Native::merge(0xFFFF, of[0], of[1] << 16),
+                       Native::merge(0xFFFF, of[0] >> 16, of[1]));
 }
 
 // The largest element.
