@@ -176,16 +176,20 @@ class PlaneCast {
         store(to, pack(codes), streams);
     }
     ZEROCAST_FN static void store(u8* to, Packed codes, bool streams) {
-        auto write = [&](u8* at) {
-            if constexpr (Encoder::Format::BITS == 4)
-                store_nibbles(at, codes);
-            else
-                Native::store(at, codes);
-        };
-        if (!streams) return write(to);
-        alignas(64) u8 made[BYTES];
-        write(made);
-        stream<BYTES>(to, made);
+        if constexpr (F::BITS == 4) {
+            Nibbles nibbles;
+            store_nibbles((u8*)&nibbles, codes);
+            write(to, nibbles, streams);
+        } else {
+            write(to, codes, streams);
+        }
+    }
+    template <class Word>
+    ZEROCAST_FN static void write(u8* to, Word bytes, bool streams) {
+        if (streams)
+            stream<sizeof bytes>(to, (const u8*)&bytes);
+        else
+            Native::store(to, bytes);
     }
 
   private:

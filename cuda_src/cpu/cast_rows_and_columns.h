@@ -182,13 +182,21 @@ class CastRowsAndColumns {
             auto second = Native::load_as<Shorts>(column_steps + c + 2 * W);
             auto of_columns = codes.under(first, second, irregular);
             bool is_irregular = Codes::is_irregular(irregular);
+            if constexpr (F::BITS == 4) {
+                auto nibbles = nibbles_in_order(of_rows, of_columns);
+                Plane::write(to_rows + c / 2, nibbles.a, streams_rows);
+                Plane::write(to_columns + c / 2, nibbles.b, streams_columns);
+                return is_irregular;
+            }
+            of_rows = in_order(of_rows);
+            of_columns = in_order(of_columns);
             if (DIGESTS) {
                 auto kept = Native::splat(is_irregular - 1);  // no branch, which would be slower
                 sums[0].add((Native::Int)of_rows & kept, (place + c) % DIGEST_ROW_BYTES);
                 sums[1].add((Native::Int)of_columns & kept, (place + c) % DIGEST_ROW_BYTES);
             }
-            Plane::store(to_rows + Plane::bytes(c), of_rows, streams_rows);
-            Plane::store(to_columns + Plane::bytes(c), of_columns, streams_columns);
+            Plane::write(to_rows + c, of_rows, streams_rows);
+            Plane::write(to_columns + c, of_columns, streams_columns);
             return is_irregular;
         };
     }
@@ -244,12 +252,16 @@ class CastRowsAndColumns {
     // Those of blocks side by side in a row, from the first one on.
     ZEROCAST_FN void raise_row(i64 row, i64 first, i64 count, const Shorts* row_largest,
                                Amaxes& measured) const {
-        alignas(64) short largest[SEGMENT / BLOCK];
-        Native::store(largest, reduce_max_each_short(row_largest));
         i32* slots = shard_.rowwise.block_amax + row * blocks_ + first;
+        auto max = [](Native::Int a, Native::Int b) {
+            return (Native::Int)Native::max((Shorts)a, (Shorts)b);
+        };
         for (i64 i = 0; i < count; i += W) {
-            auto steps =
-                raise(slots + i, count - i, load_halves<Native>(largest + i) << 16, measured);
+            Native::Int each[W];
+            for (int k = 0; k < W; k++) each[k] = (Native::Int)row_largest[i + k];
+            auto halves = reduce_each<Native>(each, max);  // two magnitudes in a lane
+            auto amax = Native::max(halves << 16, halves & ~0xFFFF);
+            auto steps = raise(slots + i, count - i, amax, measured);
             Native::store(row_steps(row) + first + i,
                           __builtin_convertvector(steps, Native::Halves));
         }

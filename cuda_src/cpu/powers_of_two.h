@@ -27,7 +27,7 @@ class PowerOfTwoCodes {
         for (int i = 0; i < 2; i++) {
             magnitude_[i] = elements_[i] & 0x7FFF;
             Shorts odd = magnitude_[i] >> DROPPED & 1;
-            rounded_[i] = (magnitude_[i] + HALF_LESS_ONE + odd) >> DROPPED;
+            rounded_[i] = (magnitude_[i] + (short)(HALF_LESS_ONE - FROM) + odd) >> DROPPED;
         }
     }
 
@@ -36,18 +36,18 @@ class PowerOfTwoCodes {
     static ZEROCAST_FN Native::Int steps(Native::Int scale) {
         constexpr i32 BIASES = (2 * EXPONENT_BIAS - Derived<F>::BIAS) << M;
         Native::Int exponent = (E8M0::MAX_CODE - scale) << M;  // of what multiplies the elements
-        return Native::min(exponent - BIASES, Native::splat(-BELOW)) + RAISE;
+        Native::Int step = Native::min(exponent - BIASES, Native::splat(-BELOW)) + RAISE;
+        return (step << FINER) + FROM;
     }
     // Those of as many columns, in the order of Waiting.
     static ZEROCAST_FN Shorts in_lanes(Native::Int low, Native::Int high) {
         return (Shorts)Native::merge(0xFFFF, low, high << 16);
     }
 
-    // The codes under these steps, in the order of the elements. Where one of E4M3 or E5M2 is
+    // The codes under these steps, in the order of saturated(). Where one of E4M3 or E5M2 is
     // subnormal, it is wrong, and `irregular`, which starts as NONE, is_irregular() then.
     ZEROCAST_FN Packed under(Shorts first, Shorts second, Packed& irregular) const {
-        Packed codes;
-        codes = saturated(rounded_[0] + first, rounded_[1] + second);
+        Packed codes = saturated(rounded_[0] + (first >> FINER), rounded_[1] + (second >> FINER));
         if constexpr (SAME<F, E2M1>) {
             codes = larger(codes, below_one(first, second));
         } else {
@@ -59,7 +59,7 @@ class PowerOfTwoCodes {
         auto signs = saturated((Shorts)((UnsignedShorts)elements_[0] >> SHIFT),
                                (Shorts)((UnsignedShorts)elements_[1] >> SHIFT));
         constexpr i32 CODE = (Derived<F>::SIGN - 1) * 0x01010101;
-        return in_order((Packed)Native::merge(CODE, (Native::Int)codes, (Native::Int)signs));
+        return (Packed)Native::merge(CODE, (Native::Int)codes, (Native::Int)signs);
     }
     static constexpr u8 NONE = 255;
     static constexpr bool MAY_BE_IRREGULAR = !SAME<F, E2M1>;
@@ -76,15 +76,18 @@ class PowerOfTwoCodes {
     // normal code. Steps of E4M3 and E5M2 are raised, so that what lies between is positive.
     static constexpr i32 BELOW = (M << M) + 1, RAISE = SAME<F, E2M1> ? 0 : BELOW;
 
+    // Steps of E2M1 count in the units of a magnitude that is not rounded yet, from a quarter on:
+    // so they serve below_one(), too.
+    static constexpr short OCTAVE = 1 << BF16_MANTISSA;  // from a quarter to a half
+    static constexpr int FINER = SAME<F, E2M1> ? DROPPED : 0, FROM = SAME<F, E2M1> ? OCTAVE : 0;
+
     typedef unsigned short UnsignedShorts __attribute__((vector_size(sizeof(Shorts))));
 
     Shorts elements_[2], magnitude_[2], rounded_[2];
 
     // The codes of E2M1 below 1, and 2 above: 0.5 begins behind 0.25, which ties, and 1 at 0.75.
     ZEROCAST_FN Packed below_one(Shorts first, Shorts second) const {
-        constexpr short OCTAVE = 1 << BF16_MANTISSA;  // from a quarter to a half
-        Packed from_quarter = saturated(magnitude_[0] + OCTAVE + (first << DROPPED),
-                                        magnitude_[1] + OCTAVE + (second << DROPPED));
+        Packed from_quarter = saturated(magnitude_[0] + first, magnitude_[1] + second);
         constexpr u8 THREE_QUARTERS = OCTAVE + OCTAVE / 2;
         Packed from_three_quarters = less(from_quarter, Packed{} + (u8)(THREE_QUARTERS - 1));
         return smaller(from_quarter, Packed{} + 1) + smaller(from_three_quarters, Packed{} + 1);

@@ -397,21 +397,6 @@ ZEROCAST_FN typename L::Int reduce_max_each(const typename L::Int* from) {
     return reduce_each<L>(x, [](typename L::Int a, typename L::Int b) { return L::max(a, b); });
 }
 
-// The largest of two magnitudes in each lane of 32 bits, of each of 2 * WIDTH registers.
-ZEROCAST_FN Native::Shorts reduce_max_each_short(const Native::Shorts* from) {
-    typedef Native::Shorts Shorts;
-    typedef Native::Int Int;
-    auto max = [](Int a, Int b) { return (Int)Native::max((Shorts)a, (Shorts)b); };
-    Int of[2];  // every second register, two magnitudes in a lane
-    for (int k = 0; k < 2; k++) {
-        Int x[Native::WIDTH];
-        for (int i = 0; i < Native::WIDTH; i++) x[i] = (Int)from[2 * i + k];
-        of[k] = reduce_each<Native>(x, max);
-    }
-    return (Shorts)max(Native::merge(0xFFFF, of[0], of[1] << 16),
-                       Native::merge(0xFFFF, of[0] >> 16, of[1]));
-}
-
 // The largest element.
 template <class L>
 ZEROCAST_FN i32 reduce_max(typename L::Int x) {
