@@ -43,7 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch-default", choices=other_defaults.CHOICES, help=other_defaults.__doc__)
 
 
-ON_RANKS = re.compile(r"mark\.mpi|comm_kind|on_gloo|on_ranks\(\)|torch_distributed|\branks[:)]")
+ON_RANKS = re.compile(
+    r'mark\.mpi|stamp\("mpi"|comm_kind|on_gloo|on_ranks\(\)|torch_distributed|\branks[:)]'
+)
 """What a file with a test for an MPI session says somewhere."""
 
 

@@ -1,12 +1,25 @@
-"""Digests of tensors that are held from step to step."""
+"""Digests of tensors that are held from step to step, and where gathers take them on the way."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import zerocast
+from tests.conftest import stamp
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.values import draw_values
+from tests.support.verified import SHAPES, Weights
 from zerocast.backends import backend_for
+from zerocast.cast import CastPlan
 from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace, HeldDigests
+from zerocast.comm import Communicator, RecordingCommunicator, mpi
+from zerocast.comm.communicator import PartCopies
+from zerocast.errors import VerificationError
 from zerocast.numerics import CodeCopy
 from zerocast.tensors.digest import digest
 
@@ -81,3 +94,166 @@ def test_what_arrives_in_pieces_is_not_read_again(size: int) -> None:
     copies.begin(whole, takes_digests=False)
     copies.arrived(0, 9)
     assert copies.copied == []
+
+
+class Damaged(RecordingCommunicator):
+    """A gather after which rank 1 holds another first byte."""
+
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Any = None) -> Callable[[], None]:
+        wait = super().start_all_gather_(buffer, counts)
+
+        def damaged() -> None:
+            wait()
+            buffer[0] ^= 0x10 * (self.rank == 1)
+
+        return damaged
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
+def test_what_is_copied_is_read_on_the_way(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digests, and those of the rest, are those of everything; and codes that are damaged in
+    the gather, or scales before it, are found by the gather itself.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator) -> list[str]:
+        each, messages = Weights(comm, recipe, verify="hash"), []
+        for _ in range(2):
+            each.step()
+            verification, gathers = each.plan._verification, each.plan._gathers
+            held = {b.data_ptr() for i in range(3) for b in each.buffers(i).values()}
+            for gather in gathers:
+                sent, stored = gather.copied
+                assert sent.ranges
+                assert stored.ranges
+                copied = {each[0] for each in (*sent.ranges, *stored.ranges) if each}
+                assert copied <= held
+            taken = [digests for gather in gathers for digests in gather.copied]
+            numbers = [verification._numbers(comm, some).tolist() for some in (taken, [])]
+            assert numbers[0] == numbers[1]
+        each.plan.cast()
+        each.buffers(1)["rowwise_scale_inv"].view(torch.uint8)[0] ^= comm.rank == 2
+        for one in (each, Weights(Damaged(comm), recipe, verify="hash")):
+            if one is not each:
+                one.plan.cast()
+            with pytest.raises(VerificationError) as error:
+                one.plan.all_gather()
+            messages.append(str(error.value))
+        return messages
+
+    by_rank = run_ranks("in_process", 3, on_rank)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    stale, damaged = by_rank[0]
+    assert "b.weight" in stale
+    assert "rank 2 holds" in stale
+    assert "a.weight" in damaged
+    assert "rank 1 holds" in damaged
+    assert "[0, 0] of rowwise_data, of the shard of rank 0" in damaged or recipe == "nvfp4"
+
+
+@dataclass
+class DamagedCopies(PartCopies):
+    """Another first byte of rank 0's part is copied, or arrives."""
+
+    copies: PartCopies
+    buffer: torch.Tensor
+
+    def copy(self, rank: int, theirs: torch.Tensor) -> None:
+        theirs = theirs.clone()
+        theirs[0] ^= 0x10
+        self.copies.copy(rank, theirs)
+
+    def arrived(self, begin: int, end: int) -> None:
+        self.buffer[0] ^= 0x10 * (begin == 0)
+        self.copies.arrived(begin, end)
+
+
+class DamagedCopy(RecordingCommunicator):
+    """Lets rank 1 hold another first byte of rank 0's part."""
+
+    def start_all_gather_by(
+        self, buffer: torch.Tensor, counts: Any, copies: Any
+    ) -> Callable[[], None]:
+        if self.rank == 1:
+            copies = DamagedCopies(copies, buffer)
+        return self.comm.start_all_gather_by(buffer, counts, copies)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
+@pytest.mark.parametrize("kind", ["in_process", stamp("mpi")])
+def test_what_is_gathered_in_place_is_read_while_it_is_copied(
+    kind: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By threads, which copy large codes from each other, or as pieces of others' parts arrive over
+    MPI, and a rank's own as it casts them; or as derived copies are made of them: each byte once,
+    in the same memory or in other. What a rank copies wrongly is found.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mpi, "_PIECE", 5003)
+    master = draw_values("normal", 1 << 18, 0).chunk(4)
+
+    def on_rank(comm: Communicator) -> str:
+        weight = zerocast.empty((512, 512), recipe)
+        own, start = [master[comm.rank]], [comm.rank << 16]
+        buffers = weight.quantized_storage.buffers
+        plan = CastPlan([weight], own, start, comm, names=["a.weight"], verify="hash")
+        for turn in range(3):
+            plan.cast()
+            plan.all_gather()
+            taken = [*plan._prepared.steps.rebuilt, *plan._prepared.steps._digests]
+            taken += [digests for gather in plan._gathers for digests in gather.copied]
+            sizes = [buffers[gather._plane].numel() for gather in plan._gathers]
+            ranges = [each for digests in taken for each in digests.ranges if each]
+            assert sum(end - first for _, first, end in ranges) == sum(sizes)
+            numbers = [plan._verification._numbers(comm, some).tolist() for some in (taken, [])]
+            assert numbers[0] == numbers[1]
+            if turn == 1:
+                moved = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+                zerocast.replace_raw_data(weight, *moved)
+        damaged = DamagedCopy(comm)
+        plan = CastPlan([weight], own, start, damaged, names=["a.weight"], verify="hash")
+        plan.cast()
+        with pytest.raises(VerificationError) as error:
+            plan.all_gather()
+        return str(error.value)
+
+    first, *others = run_ranks(kind, 4, on_rank)
+    assert others == [first] * 3
+    assert "rank 1 holds" in first
+    assert "of rowwise_data, of the shard of rank 0" in first
+
+
+# --- what it costs, and what it refuses ---
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@on_ranks("in_process", 2)
+def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:
+    """Of all planes and steps, whether in inference mode or not. One that is in use, or was left by
+    an error, is not used by another gather.
+    """
+    each = Weights(comm, recipe, verify="hash")
+    with torch.inference_mode():
+        each.step()
+    gathers = each.plan._gathers
+    (spare,) = gathers[0]._spare
+    for _ in range(2):
+        each.step()
+        assert [kept.data_ptr() for kept in gathers[-1]._spare] == [spare.data_ptr()]
+    end = gathers[0].start()
+    assert gathers[0]._spare == []
+    each.step()
+    assert gathers[0]._spare[0].data_ptr() != spare.data_ptr()
+    end()
+    assert len(gathers[0]._spare) == 1
+
+
+@on_ranks("in_process", 2)
+def test_who_does_not_verify_takes_no_digest(comm: Communicator) -> None:
+    """Codes that are staged are stored without reading them once more."""
+    for shapes in (SHAPES, {"a.weight": (512, 512)}):
+        each = Weights(comm, shapes=shapes, verify="off")
+        each.step()
+        assert [gather.copied for gather in each.plan._gathers] == [[]] * len(each.plan._gathers)

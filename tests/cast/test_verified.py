@@ -3,7 +3,7 @@ and the file that is left repeats the cast.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,68 +12,19 @@ import pytest
 import torch
 
 import zerocast
-from tests.conftest import stamp
 from tests.support.claims import message_of
 from tests.support.ranks import PROCESSES, on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
+from tests.support.verified import Weights
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.cast.verified import _MOST, _message, _vote, check_mode
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
-from zerocast.comm import Communicator, RecordingCommunicator, mpi, run_in_process
-from zerocast.comm.communicator import PartCopies
+from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError, VerificationError
-
-SHAPES = {"a.weight": (48, 64), "b.weight": (32, 96), "c.weight": (16, 32)}
-
-
-class Weights:
-    """Some weights, this rank's shards of their masters, and their plan."""
-
-    def __init__(
-        self, comm: Communicator, recipe: Any = "nvfp4", shapes: Any = SHAPES, **options: Any
-    ) -> None:
-        self.comm, self.weights, self.masters, starts = comm, [], [], []
-        for i, shape in enumerate(shapes.values()):
-            numel = torch.Size(shape).numel()
-            whole = draw_values("normal", numel, i)
-            # One rank has next to nothing of the last, and the first one nothing of the second.
-            cuts = [0, *(numel * r // comm.size + 7 * (i != 1) for r in range(1, comm.size)), numel]
-            if i == 1 and comm.size > 1:
-                cuts[1] = 0
-            start, end = cuts[comm.rank], cuts[comm.rank + 1]
-            self.weights.append(zerocast.empty(shape, recipe))
-            self.masters.append(whole[start:end].clone() if start < end else None)
-            starts.append(start if start < end else None)
-        self.plan = CastPlan(
-            self.weights, self.masters, starts, comm, names=list(shapes), **options
-        )
-
-    def buffers(self, i: int = 0) -> dict[str, torch.Tensor]:
-        """Of a weight."""
-        return self.weights[i].quantized_storage.buffers
-
-    def train(self) -> None:
-        """What an optimizer would do."""
-        for master in self.masters:
-            if master is not None:
-                master.mul_(1.07)
-
-    def gather(self) -> None:
-        """All but the comparison."""
-        verification = self.plan._verification
-        verification.check = lambda *_: None
-        self.plan.all_gather()
-        del verification.check
-
-    def step(self) -> None:
-        """Of training."""
-        self.train()
-        self.plan.cast()
-        self.plan.all_gather()
 
 
 @pytest.mark.parametrize(("limit", "gathers"), [(3072, 3), (3073, 1)])
@@ -395,169 +346,6 @@ def test_a_missed_gather_and_another_step(
     assert "were not gathered" in missed
     for at, message in zip((1, 0), behind, strict=True):
         assert f"rank 0 at 2, rank 1 at 2, rank 2 at {at}" in message
-
-
-class Damaged(RecordingCommunicator):
-    """A gather after which rank 1 holds another first byte."""
-
-    def start_all_gather_(self, buffer: torch.Tensor, counts: Any = None) -> Callable[[], None]:
-        wait = super().start_all_gather_(buffer, counts)
-
-        def damaged() -> None:
-            wait()
-            buffer[0] ^= 0x10 * (self.rank == 1)
-
-        return damaged
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
-def test_what_is_copied_is_read_on_the_way(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its digests, and those of the rest, are those of everything; and codes that are damaged in
-    the gather, or scales before it, are found by the gather itself.
-    """
-    monkeypatch.chdir(tmp_path)
-
-    def on_rank(comm: Communicator) -> list[str]:
-        each, messages = Weights(comm, recipe, verify="hash"), []
-        for _ in range(2):
-            each.step()
-            verification, gathers = each.plan._verification, each.plan._gathers
-            held = {b.data_ptr() for i in range(3) for b in each.buffers(i).values()}
-            for gather in gathers:
-                sent, stored = gather.copied
-                assert sent.ranges
-                assert stored.ranges
-                copied = {each[0] for each in (*sent.ranges, *stored.ranges) if each}
-                assert copied <= held
-            taken = [digests for gather in gathers for digests in gather.copied]
-            numbers = [verification._numbers(comm, some).tolist() for some in (taken, [])]
-            assert numbers[0] == numbers[1]
-        each.plan.cast()
-        each.buffers(1)["rowwise_scale_inv"].view(torch.uint8)[0] ^= comm.rank == 2
-        for one in (each, Weights(Damaged(comm), recipe, verify="hash")):
-            if one is not each:
-                one.plan.cast()
-            with pytest.raises(VerificationError) as error:
-                one.plan.all_gather()
-            messages.append(str(error.value))
-        return messages
-
-    by_rank = run_ranks("in_process", 3, on_rank)
-    assert by_rank[0] == by_rank[1] == by_rank[2]
-    stale, damaged = by_rank[0]
-    assert "b.weight" in stale
-    assert "rank 2 holds" in stale
-    assert "a.weight" in damaged
-    assert "rank 1 holds" in damaged
-    assert "[0, 0] of rowwise_data, of the shard of rank 0" in damaged or recipe == "nvfp4"
-
-
-@dataclass
-class DamagedCopies(PartCopies):
-    """Another first byte of rank 0's part is copied, or arrives."""
-
-    copies: PartCopies
-    buffer: torch.Tensor
-
-    def copy(self, rank: int, theirs: torch.Tensor) -> None:
-        theirs = theirs.clone()
-        theirs[0] ^= 0x10
-        self.copies.copy(rank, theirs)
-
-    def arrived(self, begin: int, end: int) -> None:
-        self.buffer[0] ^= 0x10 * (begin == 0)
-        self.copies.arrived(begin, end)
-
-
-class DamagedCopy(RecordingCommunicator):
-    """Lets rank 1 hold another first byte of rank 0's part."""
-
-    def start_all_gather_by(
-        self, buffer: torch.Tensor, counts: Any, copies: Any
-    ) -> Callable[[], None]:
-        if self.rank == 1:
-            copies = DamagedCopies(copies, buffer)
-        return self.comm.start_all_gather_by(buffer, counts, copies)
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
-@pytest.mark.parametrize("kind", ["in_process", stamp("mpi")])
-def test_what_is_gathered_in_place_is_read_while_it_is_copied(
-    kind: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By threads, which copy large codes from each other, or as pieces of others' parts arrive over
-    MPI, and a rank's own as it casts them; or as derived copies are made of them: each byte once,
-    in the same memory or in other. What a rank copies wrongly is found.
-    """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpi, "_PIECE", 5003)
-    master = draw_values("normal", 1 << 18, 0).chunk(4)
-
-    def on_rank(comm: Communicator) -> str:
-        weight = zerocast.empty((512, 512), recipe)
-        own, start = [master[comm.rank]], [comm.rank << 16]
-        buffers = weight.quantized_storage.buffers
-        plan = CastPlan([weight], own, start, comm, names=["a.weight"], verify="hash")
-        for turn in range(3):
-            plan.cast()
-            plan.all_gather()
-            taken = [*plan._prepared.steps.rebuilt, *plan._prepared.steps._digests]
-            taken += [digests for gather in plan._gathers for digests in gather.copied]
-            sizes = [buffers[gather._plane].numel() for gather in plan._gathers]
-            ranges = [each for digests in taken for each in digests.ranges if each]
-            assert sum(end - first for _, first, end in ranges) == sum(sizes)
-            numbers = [plan._verification._numbers(comm, some).tolist() for some in (taken, [])]
-            assert numbers[0] == numbers[1]
-            if turn == 1:
-                moved = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-                zerocast.replace_raw_data(weight, *moved)
-        damaged = DamagedCopy(comm)
-        plan = CastPlan([weight], own, start, damaged, names=["a.weight"], verify="hash")
-        plan.cast()
-        with pytest.raises(VerificationError) as error:
-            plan.all_gather()
-        return str(error.value)
-
-    first, *others = run_ranks(kind, 4, on_rank)
-    assert others == [first] * 3
-    assert "rank 1 holds" in first
-    assert "of rowwise_data, of the shard of rank 0" in first
-
-
-# --- what it costs, and what it refuses ---
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-@on_ranks("in_process", 2)
-def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:
-    """Of all planes and steps, whether in inference mode or not. One that is in use, or was left by
-    an error, is not used by another gather.
-    """
-    each = Weights(comm, recipe, verify="hash")
-    with torch.inference_mode():
-        each.step()
-    gathers = each.plan._gathers
-    (spare,) = gathers[0]._spare
-    for _ in range(2):
-        each.step()
-        assert [kept.data_ptr() for kept in gathers[-1]._spare] == [spare.data_ptr()]
-    end = gathers[0].start()
-    assert gathers[0]._spare == []
-    each.step()
-    assert gathers[0]._spare[0].data_ptr() != spare.data_ptr()
-    end()
-    assert len(gathers[0]._spare) == 1
-
-
-@on_ranks("in_process", 2)
-def test_who_does_not_verify_takes_no_digest(comm: Communicator) -> None:
-    """Codes that are staged are stored without reading them once more."""
-    for shapes in (SHAPES, {"a.weight": (512, 512)}):
-        each = Weights(comm, shapes=shapes, verify="off")
-        each.step()
-        assert [gather.copied for gather in each.plan._gathers] == [[]] * len(each.plan._gathers)
 
 
 def test_a_hash_is_one_small_collective() -> None:
