@@ -207,6 +207,7 @@ DAMAGES = {
     "foreign index": (lambda s: s["state"].update({99: first(s)}), "weights 0 to 5, got 99"),
     "foreign recipe": (lambda s: s["recipe_state"].update({"x": {}}), "weights 0 to 5, got 'x'"),
     "due": (in_zero(due=[7]), "due of a state dict must be of the weights 0 to 5, got 7"),
+    "due text": (in_zero(due=""), "due of a state dict must be a list of places, got ''"),
     "steps": (in_zero(steps=-4), "steps of a state must be a number of steps, from 0 to .* got -4"),
     "too many steps": (in_zero(steps=2**63), "from 0 to 2147483644, got 9223372036854775808"),
     "no steps": (in_zero(steps=None), "must be a number of steps, .* got None"),

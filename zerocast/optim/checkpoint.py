@@ -155,6 +155,10 @@ def read(
 def _check_places(state: Mapping[str, Any], count: int) -> None:
     """Raise :class:`InputError` where a state dict has state of other places than ``count``."""
     due, parts = state["zero"]["due"], ("state", "whole_state", "recipe_state")
+    if not isinstance(due, list):
+        raise InputError(
+            f"due of a state dict must be a list of places, got {due!r}; the state is damaged."
+        )
     for what, places in (("due", due), *((part, state[part]) for part in parts)):
         if foreign := [i for i in places if type(i) is not int or not 0 <= i < count]:
             raise InputError(
