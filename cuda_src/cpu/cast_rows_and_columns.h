@@ -34,8 +34,8 @@ class CastRowsAndColumns {
           waiting_((Waiting*)memory),
           column_steps_((short*)(waiting_ + LINES * cols_)),
           column_largest_(column_steps_ + cols_),
-          row_steps_(column_largest_ + cols_),
-          irregular_((int*)(row_steps_ + LINES * padded(blocks_))) {}
+          irregular_((int*)(column_largest_ + cols_)),
+          row_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {}
 
     // Whether it takes the digests of the codes that it writes.
     static constexpr bool TAKES_DIGESTS = F::BITS == 8;
@@ -102,8 +102,8 @@ class CastRowsAndColumns {
     Waiting* waiting_;             // elements, of the latest LINES rows
     short* column_steps_;          // of the row of blocks that is cast, in the order of Waiting
     short* column_largest_;        // magnitudes of the one that is measured, in that order
-    short* row_steps_;             // of the blocks of the latest LINES rows
     int* irregular_;               // columns of the groups of a row that have to be cast again
+    short* row_steps_;             // of the blocks of the latest LINES rows
     bool regular_ = false;         // whether Codes serves the row of blocks that is cast
     Native::Wide totals_[2] = {};  // digests of what was written of both planes, in parts
 
