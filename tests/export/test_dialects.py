@@ -201,3 +201,12 @@ def test_what_is_no_weight_of_a_dialect_is_refused(change, message):
     change(stored)
     with pytest.raises(zerocast.InputError, match=message):
         dialect.decode(stored)
+
+
+def test_codes_in_other_blocks_are_refused():
+    """Of gpt-oss, cut inside a block: by their name."""
+    dialect = DIALECTS["gpt-oss/mxfp4"]
+    stored = dialect.encode(quantized(dialect.recipe, (32, 64)).quantized_storage)
+    stored["_blocks"] = stored["_blocks"][..., :1]
+    with pytest.raises(zerocast.InputError, match=r"_blocks .* blocks of 16 bytes, .*\[32, 2, 1\]"):
+        dialect.decode(stored)

@@ -230,6 +230,11 @@ class Dialect:
                 f"{self.codes} of {self.name} must be a matrix, got shape {list(codes.shape)}."
             )
         *rows, columns = codes.shape
+        if self.code_block is not None and columns % self.code_block:
+            raise InputError(
+                f"{self.codes} of {self.name} must be in blocks of {self.code_block} bytes, got "
+                f"shape {list(tensors[self.codes].shape)}."
+            )
         shape = torch.Size((*rows, columns * (8 // numerics.fmt.bits)))
         made = QuantizedStorage.empty(shape, dtype, self.recipe, codes.device, columnwise=False)
         plane, buffers = made.planes[0], made.buffers
