@@ -59,7 +59,7 @@ class Update {
         AdamWUpdate table = table_;
         AdamW<Native> by = by_;
         for (; i + W <= end; i += W) {
-            if (W == 16 || i % 16 == 0) ask<ALL>(table, i + ahead_);
+            if (W == 16 || i % 16 == 0) ask<ALL_LEVELS>(table, i + ahead_);
             some<AMSGRAD>(table, by, i, W);
         }
         if (i < end) some<AMSGRAD>(table, by, i, end - i);

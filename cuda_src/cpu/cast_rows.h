@@ -59,9 +59,9 @@ void cast_rows(const CastShard& shard, const Source& source, const BlockMultipli
                     Native::store(line + c + k * Native::WIDTH, rounded_waiting(x[k], x[k + 1]));
             };
             if (r < rows && r < above)
-                source.template in_groups<ALL>(element, element + cols, cast, keep);
+                source.template in_groups<ALL_LEVELS>(element, element + cols, cast, keep);
             else if (r < rows)
-                source.template in_groups<ALL>(element, element + cols, [](i64) {}, keep);
+                source.template in_groups<ALL_LEVELS>(element, element + cols, [](i64) {}, keep);
             else
                 for (i64 c = 0; c < cols; c += GROUP) cast(c);
         }

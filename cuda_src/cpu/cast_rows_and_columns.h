@@ -140,9 +140,10 @@ class CastRowsAndColumns {
                 if (width < SEGMENT) memset(largest, 0, sizeof largest);
                 auto measure = measuring(measured_row, c, largest);
                 if (casts)
-                    source.template in_groups<NEAREST>(begin, begin + width, cast_here, measure);
+                    source.template in_groups<FIRST_LEVEL>(begin, begin + width, cast_here,
+                                                           measure);
                 else
-                    source.template in_groups<NEAREST>(begin, begin + width, none, measure);
+                    source.template in_groups<FIRST_LEVEL>(begin, begin + width, none, measure);
                 raise_row(measured_row, c / BLOCK, width / BLOCK, largest, measured);
             } else if (casts) {
                 for (i64 i = 0; i < width; i += GROUP) cast_here(i);

@@ -116,17 +116,21 @@ ZEROCAST_FN Packed saturated(Native::Shorts a, Native::Shorts b) {
     return bytes;
 #endif
 }
-ZEROCAST_FN Packed in_order(Packed bytes) {
-#if defined(__AVX2__)
-    // In each 128-bit lane there are four elements of each of four registers of 32 bits, of two in
-    // turn; then as in pack().
-    const __m128i fours = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-#endif
 #if defined(__AVX512BW__)
-    __m512i grouped = _mm512_shuffle_epi8((__m512i)bytes, _mm512_broadcast_i32x4(fours));
+// In each 128-bit lane there are four elements of each of four registers of 32 bits, of two in
+// turn; by_fours() parts these, and then codes lie as in pack().
+ZEROCAST_FN __m512i by_fours(Packed bytes) {
+    const __m128i fours = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    return _mm512_shuffle_epi8((__m512i)bytes, _mm512_broadcast_i32x4(fours));
+}
+#endif
+ZEROCAST_FN Packed in_order(Packed bytes) {
+#if defined(__AVX512BW__)
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return (Packed)_mm512_permutexvar_epi32(order, grouped);
+    return (Packed)_mm512_permutexvar_epi32(order, by_fours(bytes));
 #elif defined(__AVX2__)
+    // As with AVX-512, of half as many.
+    const __m128i fours = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     __m256i grouped = _mm256_shuffle_epi8((__m256i)bytes, _mm256_broadcastsi128_si256(fours));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     return (Packed)_mm256_permutevar8x32_epi32(grouped, order);
@@ -171,11 +175,8 @@ struct NibblesOfTwo {
 ZEROCAST_FN NibblesOfTwo nibbles_in_order(Packed a, Packed b) {
 #if defined(__AVX512BW__)
     // As in_order(), but two codes are a byte before registers change places.
-    const __m512i fours =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
-    auto pairs = [&](Packed codes) {
-        __m512i grouped = _mm512_shuffle_epi8((__m512i)codes, fours);
-        return _mm512_maddubs_epi16(grouped, _mm512_set1_epi16(0x1001));  // even + 16 * odd
+    auto pairs = [](Packed codes) {  // even + 16 * odd
+        return _mm512_maddubs_epi16(by_fours(codes), _mm512_set1_epi16(0x1001));
     };
     const Native::Shorts order = {0, 8,  16, 24, 1, 9,  17, 25, 2, 10, 18, 26, 3, 11, 19, 27,
                                   4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31};

@@ -46,7 +46,7 @@ class BlockMultipliers {
     // Whether all are powers of two, but for those of blocks with a NaN or an infinity.
     bool are_powers_of_two() const { return are_powers_of_two_; }
 
-    // What makes them, where they are.
+    // The numerics that make them, of F, where are_powers_of_two().
     template <class F>
     const MXNumerics<F>& of_powers_of_two() const {
         return *(const MXNumerics<F>*)numerics_;

@@ -127,7 +127,7 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
                     auto raise = [&](i64 i, const Native::Float(&x)[4]) {
                         raise_group<16>(largest + (panel.col + i) / 16, x);
                     };
-                    before.template in_groups<ALL>(
+                    before.template in_groups<ALL_LEVELS>(
                         element, element + panel.count, [](i64) {}, raise);
                     continue;
                 }

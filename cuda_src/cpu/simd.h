@@ -156,10 +156,10 @@ constexpr int PREFETCH_AHEAD = 2048;
 
 // Into which caches a line is asked for: all, or the nearest alone, where the second-level cache
 // has no room for what is read once.
-enum Prefetched { NEAREST = 0, ALL = 3 };
+enum Prefetched { FIRST_LEVEL = 0, ALL_LEVELS = 3 };
 
 // Asks for GROUP elements that stand `ahead` of x.
-template <Prefetched INTO = ALL, class T>
+template <Prefetched INTO = ALL_LEVELS, class T>
 ZEROCAST_FN void prefetch(const T* x, i64 ahead = PREFETCH_AHEAD) {
     constexpr int LINE = 64 / sizeof(T);
     for (int i = 0; i < GROUP; i += LINE) __builtin_prefetch(x + ahead + i, 0, INTO);

@@ -225,9 +225,6 @@ def test_what_is_gathered_in_place_is_read_while_it_is_copied(
     assert "of rowwise_data, of the shard of rank 0" in first
 
 
-# --- what it costs, and what it refuses ---
-
-
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 @on_ranks("in_process", 2)
 def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:

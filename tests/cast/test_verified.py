@@ -348,6 +348,9 @@ def test_a_missed_gather_and_another_step(
         assert f"rank 0 at 2, rank 1 at 2, rank 2 at {at}" in message
 
 
+# --- what it costs, and what it refuses ---
+
+
 def test_a_hash_is_one_small_collective() -> None:
     """Of 8 bytes, for all weights."""
 
