@@ -225,6 +225,43 @@ def test_what_is_gathered_in_place_is_read_while_it_is_copied(
     assert "of rowwise_data, of the shard of rank 0" in first
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block", "current"])
+@pytest.mark.parametrize("owners", [[0, 1], None])
+@on_ranks("in_process", 2)
+def test_what_goes_through_a_buffer_is_digested_once(
+    comm: Communicator, recipe: str, owners: list[int] | None
+) -> None:
+    """A rank's own codes by the cast where one pass measures and casts, else as they are staged;
+    others' as they are stored. As derived copies are made it is of codes that are gathered where
+    they lie: here, once the codes of both ranks' weights have been moved together.
+    """
+    weights = [zerocast.empty((512, 512), recipe) for _ in range(2)]
+    own = [each == comm.rank for each in owners] if owners else [True, True]
+    start, size = (0, 1 << 18) if owners else (comm.rank << 17, 1 << 17)
+    masters = [draw_values("normal", size, comm.rank) if mine else None for mine in own]
+    starts = [start if mine else None for mine in own]
+    plan = CastPlan(weights, masters, starts, comm, verify="hash")
+    buffers = [weight.quantized_storage.buffers for weight in weights]
+    for is_in_place in (False, False, owners is not None):
+        if is_in_place:
+            names = [gather._plane for gather in plan._gathers]
+            flats = [torch.cat([each[name].view(-1) for each in buffers]) for name in names]
+            for i, weight in enumerate(weights):
+                zerocast.replace_raw_data(weight, *(flat.chunk(2)[i] for flat in flats))
+        plan.cast()
+        plan.all_gather()
+        steps, gathers = plan._prepared.steps, plan._gathers
+        taken = [*steps.rebuilt, *steps._digests]
+        taken += [digests for gather in gathers for digests in gather.copied]
+        ranges = [each for digests in taken for each in digests.ranges if each]
+        sizes = [each[gather._plane].numel() for gather in gathers for each in buffers]
+        assert sum(end - first for _, first, end in ranges) == sum(sizes)
+        of_copies = any(each for digests in steps.rebuilt for each in digests.ranges)
+        assert of_copies == (is_in_place and recipe != "mxfp8")
+        numbers = [plan._verification._numbers(comm, some).tolist() for some in (taken, [])]
+        assert numbers[0] == numbers[1]
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 @on_ranks("in_process", 2)
 def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:

@@ -16,7 +16,7 @@ keeps it by itself, and lends it to others meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,6 +113,7 @@ class CodeGather:
         is_flat: whether one tensor of each storage is looked at; see
             :mod:`zerocast.cast.flat_plan`.
         takes_digests: whether the digests of what is copied are taken on the way, on a CPU.
+        digested: the addresses of weights' codes; of those this rank's own are not digested again.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class CodeGather:
         self._addresses: list[int] = []
         # What is decided for codes at these addresses.
         self.is_flat = self.takes_digests = self._is_decided = False
+        self.digested: Collection[int] = ()
         self._in_place: torch.Tensor | None = None
         self._in_place_copies = CopiesInPlace(comm.rank, sent)
         self._stage: LaunchOn | None = None
@@ -173,6 +175,13 @@ class CodeGather:
         """Whether all of the weights' codes are read by others: as many bytes, by address."""
         sizes = [(codes, codes.numel()) for codes in self._codes if codes is not None]
         return all(read.get(codes.data_ptr(), 0) == size for codes, size in sizes)
+
+    @property
+    def copied_weights(self) -> list[QuantizedStorage]:
+        """Those whose codes all pass through a staging buffer, as they lie now."""
+        if self.lacks_codes or self._find_in_place() is not None:
+            return []
+        return [spec.storage for spec in self._specs if self._plane in spec.storage.gathered]
 
     @property
     def lacks_codes(self) -> bool:
@@ -224,19 +233,23 @@ class CodeGather:
 
     def _filled(self) -> torch.Tensor:
         """The weights' codes in gather order, or a staging buffer, with what this rank sends."""
-        self._follow()
-        if not self._is_decided:
-            self._in_place, self._is_decided = self._contiguous_codes(), True
-        if self._in_place is not None and not self._is_cast_elsewhere:
-            return self._in_place
+        buffer = self._find_in_place()
+        if buffer is not None and not self._is_cast_elsewhere:
+            return buffer
         if self._stage is None:
             own = self._own_copies()
             self._stage = self._copying(own, lambda *s: self._backend.stage_codes(own, *s))
-        buffer = self._in_place
         if buffer is None:
             buffer = self._staging(sum(self._counts))
         self._stage(buffer)
         return buffer
+
+    def _find_in_place(self) -> torch.Tensor | None:
+        """The weights' codes as one flat tensor, where they lie in gather order."""
+        self._follow()
+        if not self._is_decided:
+            self._in_place, self._is_decided = self._contiguous_codes(), True
+        return self._in_place
 
     @torch.inference_mode(False)  # what is made in it could not be written outside of it
     def _staging(self, size: int) -> torch.Tensor:
@@ -286,10 +299,12 @@ class CodeGather:
                 if self._in_place is not None:
                     continue
                 head, tail = self._cut_bytes(chunk)
+                flat = self._flat(chunk.weight)
                 ends = [chunk.first, chunk.first + head, chunk.last - tail, chunk.last]
-                for begin, end, place in zip(ends, ends[1:], (None, ends[1], None), strict=False):
+                first = None if flat.data_ptr() in self.digested else ends[1]
+                for begin, end, place in zip(ends, ends[1:], (None, first, None), strict=False):
                     if begin < end:
-                        whole = self._flat(chunk.weight)[begin:end]
+                        whole = flat[begin:end]
                         copies.append(CodeCopy(whole, chunk.staged.start + begin - ends[0], place))
         return copies
 

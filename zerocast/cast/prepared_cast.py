@@ -170,18 +170,26 @@ class PreparedCast:
                 self.bind([None] * len(self._specs))
 
     def take_digests(self) -> None:
-        """Let digests be taken of codes on their way: of all that derived copies are made of, as
-        these are, and by gathers of others, as they are stored.
+        """Let digests be taken of codes on their way: as gathers copy them; of codes that are
+        gathered where they lie as derived copies are made of them, or by the gather where there
+        are none; and of a rank's own as one pass measures and casts.
         """
         self._takes_digests = True
-        self.steps.take_digests(self._matrices.weights())
+        self._take_digests()
+
+    def _take_digests(self) -> None:
+        gathers = self._collectives.code_gathers
+        # Who made a flat plan gathers by itself.
+        copied = set() if self._is_flat else {w for each in gathers for w in each.copied_weights}
+        self.steps.take_digests(self._matrices.weights(), copied)
         read = Counter[int]()
         for begin, first, end in filter(
             None, (r for each in self.steps.rebuilt for r in each.ranges)
         ):
             read[begin] += end - first
-        for gather in self._collectives.code_gathers:
+        for gather in gathers:
             gather.takes_digests = not gather.are_in(read)
+            gather.digested = self.steps.cast_digested
 
     def divide(self, stages: Sequence[Sequence[int]]) -> None:
         """Let each of ``stages``, places of weights, be cast by itself."""
@@ -335,7 +343,7 @@ class PreparedCast:
             stages=self._stages,
         )
         if self._takes_digests:
-            self.steps.take_digests(self._matrices.weights())
+            self._take_digests()
 
 
 def _try_function(storage: QuantizedStorage) -> bool:

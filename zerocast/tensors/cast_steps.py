@@ -21,7 +21,7 @@ the amaxes were judged, codes wait for ``compute_scale`` otherwise, and precede 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -127,13 +127,17 @@ class CastSteps:
             for launch in self._launches[step]:
                 launch()
 
-    def take_digests(self, weights: Sequence[QuantizedStorage]) -> None:
+    def take_digests(
+        self, weights: Sequence[QuantizedStorage], copied: Container[QuantizedStorage] = ()
+    ) -> None:
         """Let digests be taken of codes that pass through a CPU's registers, by place the weight
-        that they are of: as the step ``transpose`` reads them, where it can, and of weights without
-        derived copies as they are made by a pass that measures and casts.
+        that they are of: as the step ``transpose`` reads them, where it can, but of those
+        ``copied``, and of weights without derived copies as they are made by a pass that measures
+        and casts.
         """
         digested = dict(zip(self._storages, weights, strict=True))
-        self._launches["transpose"] = self._prepare_rebuild(digested=digested)
+        of_rebuild = {of: weight for of, weight in digested.items() if weight not in copied}
+        self._launches["transpose"] = self._prepare_rebuild(digested=of_rebuild)
         if not self._backend.digests_cast:
             return
         for i, (numerics, operands, masters) in enumerate(self._of_updates):
@@ -153,6 +157,11 @@ class CastSteps:
         for each in of_cast:
             each.is_new = False
         return [*self.rebuilt, *of_cast]
+
+    @property
+    def cast_digested(self) -> set[int]:
+        """The addresses of the codes of which casts take digests."""
+        return {place[0] for each in self._digests for place in each.ranges if place}
 
     @property
     def rebuilt(self) -> Sequence[TakenDigests]:

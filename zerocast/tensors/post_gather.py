@@ -41,7 +41,7 @@ def prepare_rebuild(
     where they are: one for each recipe and device, by ``backend`` or the device's own.
 
     Operands in ``cast`` are used where they hold the same codes, that is unless the cast writes
-    codes elsewhere. ``digested``: by each of the weights the one whose matrix it is, or itself: of
+    codes elsewhere. ``digested``: by some of the weights the one whose matrix it is, or itself: of
     these, launches on a CPU that can take digests of the codes that they read are :class:`Rebuild`.
 
     Afterwards call :meth:`Writes.mark_rebuilt`.
@@ -62,7 +62,7 @@ def prepare_rebuild(
         by, numerics = backend or backend_for(device), recipe.numerics
         operands = [operand_of(each) for stack in group for each in stack.matrices]
         if digested and by.digests_transposed and device.type == "cpu":
-            launches.append(Rebuild(by, numerics, operands, [digested[each] for each in group]))
+            launches.append(Rebuild(by, numerics, operands, [digested.get(each) for each in group]))
         else:
             launches.append(by.transpose(numerics, operands))
     return launches
@@ -76,7 +76,7 @@ class Rebuild(TakenDigests):
         backend: Backend,
         numerics: Numerics,
         operands: Sequence[TensorOperand],
-        weights: Sequence[QuantizedStorage],
+        weights: Sequence[QuantizedStorage | None],
     ) -> None:
         super().__init__(list(map(_digested, operands, weights)))
         given = [
@@ -98,8 +98,12 @@ class Rebuild(TakenDigests):
         self._launch()
 
 
-def _digested(operand: TensorOperand, weight: QuantizedStorage) -> tuple[int, int, int] | None:
+def _digested(
+    operand: TensorOperand, weight: QuantizedStorage | None
+) -> tuple[int, int, int] | None:
     """What a matrix has of a weight's codes, where its rows are whole lines of a digest."""
+    if weight is None:
+        return None
     codes, whole = operand.planes[0].codes, weight.buffers["rowwise_data"].data_ptr()
     assert codes is not None
     first, size = codes.data_ptr() - whole, codes.numel()
