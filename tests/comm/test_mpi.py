@@ -179,11 +179,11 @@ def test_ranks_of_several_nodes_gather_at_once(monkeypatch):
         comm = MpiCommunicator(MPI.COMM_WORLD.Dup())
         if not shared and comm.rank == 2:
             comm._peers._node += 1
-        large = torch.zeros(256 * MPI_RANKS, dtype=torch.uint8)
-        found = [comm._is_cut(large), comm.maxima([comm.rank]), comm._is_cut(large)]
+        large = 256 * MPI_RANKS
+        found = [comm.shows_parts(large), comm.maxima([comm.rank]), comm.shows_parts(large)]
         assert found == [False, [MPI_RANKS - 1], shared]
-        assert not comm._is_cut(large[1:])
-        assert not MpiCommunicator(comm._comm, cuda_aware=True)._is_cut(large)
+        assert not comm.shows_parts(large - 1)
+        assert not MpiCommunicator(comm._comm, cuda_aware=True).shows_parts(large)
 
 
 @pytest.mark.parametrize(

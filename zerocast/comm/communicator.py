@@ -130,6 +130,12 @@ class Communicator(ABC):
         """
         return self.start_all_gather_(buffer, counts)
 
+    def shows_parts(self, size: int) -> bool:
+        """Whether :meth:`start_all_gather_by` of ``size`` bytes on the CPU lets ``copies`` take
+        part: the same on all ranks of a group that has reduced or agreed before.
+        """
+        return False
+
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` over all ranks, in their order; rank r's part of the sum becomes its
         ``output``. It has the same bits on every transport.

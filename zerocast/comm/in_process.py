@@ -111,13 +111,16 @@ class InProcessCommunicator(Communicator):
         self._all_gather(buffer, counts, copies)
         return nothing_to_wait_for
 
+    def shows_parts(self, size: int) -> bool:
+        return size >= self.size * _GRAIN
+
     def _all_gather(
         self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None = None
     ) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         detail = None if counts is None else tuple(counts)
         signature = _signature("all_gather_", buffer, detail)
-        if flat.numel() < self.size * _GRAIN:
+        if not self.shows_parts(flat.numel()):
             start = sum(chunks[: self.rank])
             mine = slice(start, start + chunks[self.rank])
 

@@ -35,14 +35,14 @@ from zerocast.errors import BackendError, InputError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_TAG, _PIECE_TAG = 24331, 24399
+_TAG, _PIECE_TAGS = 24331, range(24399, 28495)
 """The tags of messages between two ranks, which tell them from a caller's on the same communicator:
-of an all-to-all, and the pieces of all-gathers.
+of an all-to-all, and the pieces of an all-gather. Those of two may be received in any order.
 """
 
 _PIECE = 1 << 19
-"""Bytes of a piece, which stay in a cache until they are read. On a processor whose cores have 2 MiB of
-cache a digest of pieces of 256 or 512 KiB took 2.4 to 2.7 ms of 40 MiB, of larger ones 2.6 to 4.0.
+"""Bytes of a piece, which stay in a cache until they are read: 40 MiB on a core with 2 MiB of cache
+took 2.4 to 2.7 ms by pieces of 256 or 512 KiB, and 2.6 to 4.0 by larger ones.
 """
 
 _FEWEST = 4
@@ -147,13 +147,21 @@ class MpiCommunicator(ProcessCommunicator):
         self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
     ) -> Wait:
         flat, chunks = gather_operands(buffer, counts, self.size)
-        if copies is None or not flat.is_cpu or not self._is_cut(flat):
+        if copies is None or not flat.is_cpu or not self.shows_parts(flat.numel()):
             return self.start_all_gather_(buffer, counts)
-        pieces = self._pieces(chunks)
-        arrived = [partial(copies.arrived, *piece) for rank, *piece in pieces if rank != self.rank]
-        begin = lambda: self._begin_pieces(flat, pieces)  # noqa: E731
+        pieces, tag = self._pieces(chunks), self._piece_tag()
+        begin = lambda: self._send_pieces(flat, pieces, tag)  # noqa: E731
+        receives = [
+            (partial(self._receive_piece, flat, tag, *piece), partial(copies.arrived, *piece[1:]))
+            for piece in pieces
+            if piece[0] != self.rank
+        ]
         text = text_of_gather(flat, chunks)
-        return self._peers.start(text, begin, flat, self.timeout, arrived=arrived)
+        return self._peers.start(text, begin, flat, self.timeout, receives=receives)
+
+    def shows_parts(self, size: int) -> bool:
+        is_large = size >= _FEWEST * self.size * _PIECE
+        return is_large and self._peers.share_node and self._served == ("cpu",)
 
     def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
         return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
@@ -172,8 +180,13 @@ class MpiCommunicator(ProcessCommunicator):
         ]
 
     def _begin_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> list[MPI.Request]:
-        if self._is_cut(flat):
-            return self._begin_pieces(flat, self._pieces(chunks))
+        if self.shows_parts(flat.numel()):
+            pieces, tag = self._pieces(chunks), self._piece_tag()
+            others = [piece for piece in pieces if piece[0] != self.rank]
+            return [
+                *(self._receive_piece(flat, tag, *piece) for piece in others),
+                *self._send_pieces(flat, pieces, tag),
+            ]
         if flat.numel() <= self._chunk:
             memory, _, kind = self._memory(flat)
             return [self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])]
@@ -181,11 +194,6 @@ class MpiCommunicator(ProcessCommunicator):
         # place, and no more bytes travel than in a gather.
         parts = enumerate(flat.split(chunks))
         return [each for root, part in parts for each in self._begin_broadcast(part, root)]
-
-    def _is_cut(self, flat: torch.Tensor) -> bool:
-        """Whether an all-gather travels in pieces, the same on all ranks."""
-        is_large = flat.numel() >= _FEWEST * self.size * _PIECE
-        return is_large and self._peers.share_node and self._served == ("cpu",)
 
     def _pieces(self, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
         """The rank, the begin and the end of each piece, in the order in which they are sent."""
@@ -197,18 +205,22 @@ class MpiCommunicator(ProcessCommunicator):
         ]
         return [(rank, begin, begin + min(size, rest)) for *_, rank, begin, rest in sorted(pieces)]
 
-    def _begin_pieces(
-        self, flat: torch.Tensor, pieces: Sequence[tuple[int, int, int]]
+    def _piece_tag(self) -> int:
+        """The tag of the pieces of the all-gather that comes next."""
+        return _PIECE_TAGS[self._peers.next_number % len(_PIECE_TAGS)]
+
+    def _receive_piece(
+        self, flat: torch.Tensor, tag: int, rank: int, begin: int, end: int
+    ) -> MPI.Request:
+        return self._comm.Irecv(self._memory(flat[begin:end]), rank, tag)
+
+    def _send_pieces(
+        self, flat: torch.Tensor, pieces: Sequence[tuple[int, int, int]], tag: int
     ) -> list[MPI.Request]:
-        """Begin to receive the pieces of others, which come first, and to send this rank's own."""
-        memory, _, kind = self._memory(flat)
-        own = [[memory[at:end], end - at, kind] for rank, at, end in pieces if rank == self.rank]
+        """Begin to send this rank's own to all others."""
+        own = [self._memory(flat[at:end]) for rank, at, end in pieces if rank == self.rank]
         others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
-        return [
-            self._comm.Irecv([memory[at:end], end - at, kind], rank, _PIECE_TAG)
-            for rank, at, end in pieces
-            if rank != self.rank
-        ] + [self._comm.Isend(piece, to, _PIECE_TAG) for piece in own for to in others]
+        return [self._comm.Isend(piece, to, tag) for piece in own for to in others]
 
     def _exchanges_in_place(self, given: Exchange) -> bool:
         return given.is_equal and given.buffer.numel() <= self._chunk

@@ -29,7 +29,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
@@ -44,6 +43,10 @@ _NOTICE_TAG, _HEADER_TAG = 24332, 24333
 _LAST = 5.0
 _PRINTS = 0.3
 """Seconds in which a launcher can pass on printed output, before the job is aborted."""
+_AHEAD = 4
+"""Receives that are begun before the one that is waited for. What they bring is to stay in a cache
+until it is read; when all are begun at once, all may have come before the first is.
+"""
 _BUSY = 1.0
 """Seconds for which a rank waits without sleeping."""
 
@@ -85,9 +88,14 @@ class MpiPeers(Peers):
         assert isinstance(peers, MpiPeers)
         return peers
 
+    @property
+    def next_number(self) -> int:
+        """The place that the next collective has in the order of the group's."""
+        return self._count + 1
+
     def start(
         self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False,
-        arrived: Sequence[Callable[[], None]] = (),
+        receives: Sequence[tuple[Callable[[], MPI.Request], Callable[[], None]]] = (),
     ) -> Wait:  # fmt: skip
         """Begin a collective; return what waits for it.
 
@@ -98,8 +106,8 @@ class MpiPeers(Peers):
             timeout: seconds to wait for others.
             reduces: whether values are reduced, which MPI cannot do with another collective's data:
                 then no rank begins before all have called it.
-            arrived: what is called while it is waited for, in order: each as soon as the request of
-                its place among the first is done.
+            receives: what is received while it is waited for, in order, :data:`_AHEAD` at a time:
+                what begins each, and what is called as soon as it is done.
 
         Raises:
             ZerocastError: where the group has failed before, or another rank has told that it will
@@ -122,10 +130,15 @@ class MpiPeers(Peers):
                 if header is not None:
                     self._compare(made, *header)
                 # One by one: to ask for all of many again and again would take longer than they.
-                for request, then in zip_longest(requests, arrived):
+                received = len(made.requests)
+                for begun in range(len(receives) + _AHEAD):
+                    if begun < len(receives):
+                        made.requests.append(receives[begun][0]())
+                    if (done := begun - _AHEAD) >= 0:
+                        self._until(made, made.requests[received + done].Test)
+                        receives[done][1]()
+                for request in requests:
                     self._until(made, request.Test)
-                    if then is not None:
-                        then()
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
 
         return wait
