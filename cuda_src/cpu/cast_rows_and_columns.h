@@ -132,7 +132,7 @@ class CastRowsAndColumns {
         for (i64 c = 0, width; c < cols_; c += width) {
             width = min_of(SEGMENT, cols_ - c);
             if (DIGESTS)  // up to the end of a row of the digest
-                width = min_of(width, DIGEST_ROW_BYTES - (place + c) % DIGEST_ROW_BYTES);
+                width = min_of(width, DIGEST_ROW_BYTES - in_digest_row(place + c));
             auto cast_here = [&](i64 i) __attribute__((always_inline)) { cast(c + i); };
             if (measured_row >= 0) {
                 i64 begin = measured_row * cols_ + c;
@@ -193,8 +193,8 @@ class CastRowsAndColumns {
             of_columns = in_order(of_columns);
             if (DIGESTS) {
                 auto kept = Native::splat(is_irregular - 1);  // no branch, which would be slower
-                sums[0].add((Native::Int)of_rows & kept, (place + c) % DIGEST_ROW_BYTES);
-                sums[1].add((Native::Int)of_columns & kept, (place + c) % DIGEST_ROW_BYTES);
+                sums[0].add((Native::Int)of_rows & kept, in_digest_row(place + c));
+                sums[1].add((Native::Int)of_columns & kept, in_digest_row(place + c));
             }
             Plane::write(to_rows + c, of_rows, streams_rows);
             Plane::write(to_columns + c, of_columns, streams_columns);
@@ -214,8 +214,8 @@ class CastRowsAndColumns {
         auto of_columns = columns_.template cast_group<1>(element, group, by_column, positive);
         if (DIGESTS) {  // here, as what was written past the caches takes long to read again
             DigestSum sums[2];
-            sums[0].add((Native::Int)of_rows, place % DIGEST_ROW_BYTES);
-            sums[1].add((Native::Int)of_columns, place % DIGEST_ROW_BYTES);
+            sums[0].add((Native::Int)of_rows, in_digest_row(place));
+            sums[1].add((Native::Int)of_columns, in_digest_row(place));
             add(sums, place);
         }
     }

@@ -16,21 +16,32 @@ inline u64 digest_bytes(const u8* row, i64 at, i64 end) {
 
 enum Copying { NONE, CACHED, STREAMED };
 
-// Lines [at, end) of a row; they are copied to `to`, where the row begins there, too.
-template <Copying COPY>
-DigestSum digest_lines(const u8* row, i64 at, i64 end, u8* to) {
-    DigestSum sum;
+// Rows whose lines are digested in turn by the same factors, which take two loads: of 512 KiB in a
+// cache 57 GB/s instead of 43. Copies are as fast as memory, and better in one run.
+constexpr int ROWS_AT_ONCE = 2;
+
+// Lines [at, end) of each of ROWS rows; they are copied to `to`, where the first begins there, too.
+// Returns their digests, in parts; the first is row `number` of the tensor.
+template <Copying COPY, int ROWS>
+Native::Wide digest_lines(const u8* rows, i64 at, i64 end, u8* to, i64 number) {
+    DigestSum sums[ROWS];
 #pragma GCC unroll 2
     for (i64 i = at; i < end; i += LINE) {
-        __builtin_prefetch(row + i + PREFETCH_AHEAD * 4);
-        alignas(LINE) Native::Int line[LINE_REGISTERS];
-        load_line(line, row + i);
-        for (int k = 0; COPY == CACHED && k < LINE_REGISTERS; k++)
-            Native::store(to + i + k * sizeof(Native::Int), line[k]);
-        if (COPY == STREAMED) stream_line(to + i, (const u8*)line);
-        sum.add(line, i);
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; r++) {
+            i64 place = r * DIGEST_ROW_BYTES + i;
+            __builtin_prefetch(rows + place + PREFETCH_AHEAD * 4);
+            alignas(LINE) Native::Int line[LINE_REGISTERS];
+            load_line(line, rows + place);
+            for (int k = 0; COPY == CACHED && k < LINE_REGISTERS; k++)
+                Native::store(to + place + k * sizeof(Native::Int), line[k]);
+            if (COPY == STREAMED) stream_line(to + place, (const u8*)line);
+            sums[r].add(line, i);
+        }
     }
-    return sum;
+    Native::Wide digest{};
+    for (int r = 0; r < ROWS; r++) digest += sums[r].digest(number + r);
+    return digest;
 }
 
 // Bytes [begin, end) of a tensor whose byte `first` stands at `from`, and is copied to `to`.
@@ -43,10 +54,15 @@ u64 digest_rows(const u8* from, i64 first, i64 begin, i64 end, u8* to = nullptr)
         stop = min_of(end, start + DIGEST_ROW_BYTES);
         const u8* row = from + (start - first);
         u8* row_to = COPY == NONE ? nullptr : to + (start - first);
+        if (COPY == NONE && begin == start && end - start >= ROWS_AT_ONCE * DIGEST_ROW_BYTES) {
+            stop = start + ROWS_AT_ONCE * DIGEST_ROW_BYTES;
+            lines += digest_lines<COPY, ROWS_AT_ONCE>(row, 0, DIGEST_ROW_BYTES, nullptr, number);
+            continue;
+        }
         i64 at = begin - start, last = stop - start;
         i64 head = min_of((at + LINE - 1) / LINE * LINE, last);
         i64 tail = max_of(last / LINE * LINE, head);
-        lines += digest_lines<COPY>(row, head, tail, row_to).digest(number);
+        lines += digest_lines<COPY, 1>(row, head, tail, row_to, number);
         if (at == head && tail == last) continue;
         edges += row_factor(number) * (digest_bytes(row, at, head) + digest_bytes(row, tail, last));
         if (COPY == NONE) continue;

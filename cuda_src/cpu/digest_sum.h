@@ -23,6 +23,9 @@ ZEROCAST_FN void load_line(Native::Int* line, const u8* from) {
     }
 }
 
+// The byte of a row at which a place of the tensor is; unsigned, which takes one instruction.
+ZEROCAST_FN u64 in_digest_row(u64 place) { return place % DIGEST_ROW_BYTES; }
+
 // The sum over lines of a row: of words in even columns, and in odd ones.
 struct DigestSum {
     typedef Native::Wide Wide;
@@ -30,13 +33,13 @@ struct DigestSum {
     Wide even{}, odd{};
 
     // Adds a register whose first byte is byte `i` of the row, a multiple of its size.
-    ZEROCAST_FN void add(Native::Int bytes, i64 i) {
+    ZEROCAST_FN void add(Native::Int bytes, u64 i) {
         Wide words = (Wide)bytes;
         even += Native::multiply_low(words, Native::load_as<Wide>(COLUMN_FACTORS.all + i / 4));
         odd += Native::multiply_low(words >> 32, Native::load_as<Wide>(COLUMN_FACTORS.odd + i / 4));
     }
     // Adds the line whose first byte is byte `i` of the row.
-    ZEROCAST_FN void add(const Native::Int* line, i64 i) {
+    ZEROCAST_FN void add(const Native::Int* line, u64 i) {
         for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], i + k * sizeof(Native::Int));
     }
     // The digest, in parts, if that is row `row` of the tensor.
@@ -54,7 +57,7 @@ ZEROCAST_FN Native::Wide digest_of_line(const u8* from, u64 place) {
     Native::Int line[LINE_REGISTERS];
     load_line(line, from);
     DigestSum sum;
-    sum.add(line, place % DIGEST_ROW_BYTES);
+    sum.add(line, in_digest_row(place));
     return sum.digest(place / DIGEST_ROW_BYTES);
 }
 

@@ -18,7 +18,7 @@
 #include "cpu/cast_rows.h"
 #include "cpu/cast_rows_and_columns.h"
 #include "cpu/cast_shard.h"
-#include "cpu/digest_rows.h"
+#include "cpu/digest_codes.h"
 #include "cpu/plane_amax.h"
 
 namespace zerocast {
@@ -135,17 +135,9 @@ class Parts {
 template <class F>
 void digest_codes(const CastShard& shard, const Region& region) {
     i64 cols = shard.rowwise.grid.cols, col_end = min_of(region.col_end, cols);
-    auto bytes = [](i64 elements) { return elements * F::BITS / 8; };
-    const CodePlane* planes[] = {&shard.rowwise, &shard.columnwise};
-    for (const CodePlane* plane : planes) {
-        if (!plane->sum) continue;
-        u64 total = 0;
-        for (i64 row = region.begin; row < region.end; row += cols)
-            total += digest_rows<NONE>(plane->codes, shard.digest_start + bytes(shard.codes_start),
-                                       shard.digest_start + bytes(row + region.col),
-                                       shard.digest_start + bytes(row + col_end));
-        add_to(plane->sum, total);
-    }
+    if (!takes_digests(shard)) return;
+    for (i64 row = region.begin; row < region.end; row += cols)
+        digest_elements<F>(shard, row + region.col, row + col_end);
 }
 
 // Does what cast_rows() does of whole rows, where there is memory; returns whether there is.
@@ -153,7 +145,7 @@ template <class F>
 bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpdate* table,
                      const BlockMultipliers& multipliers, i64 begin, i64 end, bool streams) {
     const Grid& grid = shard.rowwise.grid;
-    bool both = has_rows_and_columns(shard);
+    bool both = has_rows_and_columns(shard), takes_digests = F::BITS == 8 && shard.rowwise.sum;
     if (both && !multipliers.are_powers_of_two()) return false;
     i64 blocks = grid.cols / grid.block_w + 2;
     i64 bytes = (blocks + Native::WIDTH) * sizeof(Native::Int) + blocks * sizeof(float)
@@ -164,21 +156,26 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
     Region region{begin, end};
     region.streams = streams;
     auto cast = [&](const auto& source) {
+        constexpr bool DIGESTS = F::BITS == 8;
         if (both)
             CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
         else if (grid.block_w == 16)
-            cast_rows<16, F>(shard, source, multipliers, region, memory);
+            cast_rows<16, F, false>(shard, source, multipliers, region, memory);
+        else if (grid.block_w == 32 && takes_digests)
+            cast_rows<32, F, DIGESTS>(shard, source, multipliers, region, memory);
         else if (grid.block_w == 32)
-            cast_rows<32, F>(shard, source, multipliers, region, memory);
+            cast_rows<32, F, false>(shard, source, multipliers, region, memory);
+        else if (takes_digests)
+            cast_rows<128, F, DIGESTS>(shard, source, multipliers, region, memory);
         else
-            cast_rows<128, F>(shard, source, multipliers, region, memory);
+            cast_rows<128, F, false>(shard, source, multipliers, region, memory);
     };
     if (table)
         cast(Update(*table, shard.start));
     else
         cast(Read{master});
     free(memory);
-    if (!both || !CastRowsAndColumns<32, F>::TAKES_DIGESTS) digest_codes<F>(shard, region);
+    if (!takes_digests || grid.block_w == 16) digest_codes<F>(shard, region);
     return true;
 }
 

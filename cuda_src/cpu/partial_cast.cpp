@@ -1,10 +1,15 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
-// keeps its value. What an update has written under the amax that the tensor has, it leaves.
+// keeps its value. What an update has written under the amax that the tensor has, it leaves. It
+// adds the digests of all these codes, where they are asked for.
 #include "cpu/cast_shard.h"
+#include "cpu/digest_codes.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
+
+// Elements at most that are cast before the digest of their codes is taken from a cache.
+constexpr i64 DIGESTED = 1 << 18;
 
 template <class Encoder>
 void cast_encoded(const CastShard& shard, const BlockMultipliers& multipliers,
@@ -16,16 +21,35 @@ void cast_encoded(const CastShard& shard, const BlockMultipliers& multipliers,
 
 void cast(const NumericsTable& table, const CastShard& shard, const Region& region) {
     with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
+        typedef typename decltype(numerics)::Format F;
         BlockMultipliers multipliers(numerics);
         if (table.stochastic_rounding) {
             StochasticGroup stochastic{RandomDraws((u64)table.seed, shard.random_bits.counter),
                                        shard.random_bits};
             cast_encoded(shard, multipliers, stochastic, region);
         } else {
-            NearestGroup<typename decltype(numerics)::Format> nearest;
-            cast_encoded(shard, multipliers, nearest, region);
+            cast_encoded(shard, multipliers, NearestGroup<F>{}, region);
         }
+        digest_elements<F>(shard, region.begin, region.end);
     });
+}
+
+// Adds the digests of what an update has cast.
+void digest_written(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
+    if (begin >= end || !takes_digests(shard)) return;
+    with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
+        digest_elements<typename decltype(numerics)::Format>(shard, begin, end);
+    });
+}
+
+// Casts elements [begin, end), where digests are asked for piece by piece.
+void cast_pieces(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
+    i64 rows = block_rows(shard), piece = end - begin;
+    if (takes_digests(shard)) piece = rows <= DIGESTED ? DIGESTED / rows * rows : DIGESTED;
+    for (i64 next; begin < end; begin = next) {
+        next = min_of(end, (begin / piece + 1) * piece);
+        cast(table, shard, Region{begin, next});
+    }
 }
 
 }  // namespace
@@ -43,9 +67,9 @@ ZEROCAST_EXPORT(partial_cast)(const void* numerics, const void* table, long long
     auto piece = [&](const CastShard& shard, i64 begin, i64 end, i64) {
         auto& numerics_table = *(const NumericsTable*)numerics;
         Span whole = whole_rows(shard);
-        if (begin < whole.begin)
-            cast(numerics_table, shard, Region{begin, min_of(end, whole.begin)});
-        if (end > whole.end) cast(numerics_table, shard, Region{max_of(begin, whole.end), end});
+        cast_pieces(numerics_table, shard, begin, min_of(end, whole.begin));
+        digest_written(numerics_table, shard, max_of(begin, whole.begin), min_of(end, whole.end));
+        cast_pieces(numerics_table, shard, max_of(begin, whole.end), end);
     };
     share_in_parallel<CastShard>(table, count, threads, shard_span, piece);
     for (i64 i = 0; i < count; i++) {

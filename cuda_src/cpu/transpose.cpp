@@ -147,7 +147,7 @@ __attribute__((noinline)) Native::Wide digest_of(const Bytes& from, i64 row, i64
     const u8* at = from.data + row * from.stride + col;
     u64 place = from.first + row * from.stride + col;
     for (; row < row_end; row++, at += from.stride, place += from.stride) {
-        u64 in_row = place % DIGEST_ROW_BYTES;
+        u64 in_row = in_digest_row(place);
         if (col_end - col == 2 * LINE && in_row + LINE < DIGEST_ROW_BYTES) {
             Native::Int line[LINE_REGISTERS];
             DigestSum sum;

@@ -11,9 +11,13 @@ from zerocast.backends.cpu import CpuBackend
 from zerocast.layout import Extent
 from zerocast.numerics import AdamWNumbers, AdamWUpdate, Masters
 from zerocast.recipes import (
+    DelayedScaling,
     Float8BlockScaling,
+    Float8CurrentScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
     Recipe,
 )
 from zerocast.tensors import QuantizedStorage
@@ -29,15 +33,32 @@ RECIPES: dict[str, tuple[Recipe, bool]] = {  # and whether there are columnwise 
     "32x32": (MXFP8BlockScaling(enable_2d_quantization=True), True),
     "mxfp4": (MXFP4BlockScaling(), True),
     "block": (Float8BlockScaling(), False),
+    "block, columns": (Float8BlockScaling(), True),
+    "current": (Float8CurrentScaling(), True),
+    "delayed": (DelayedScaling(), True),
+    "nvfp4": (NVFP4BlockScaling(), True),
+    "nvfp4, 1x16": (NVFP4BlockScaling(disable_2d_quantization=True), True),
+    "nvfp4, drawn": (
+        NVFP4BlockScaling(fp4_quant_fwd_weight=QParams(stochastic_rounding=True)),
+        True,
+    ),
 }
+# Of which a second cast is not like the first.
+ADVANCING = ("delayed", "nvfp4, drawn")
 # Columns that fill parts of a row of keys, that cross one, and that are no whole groups.
 SHAPES = [(96, 64), (70, 4160), (33, 8256), (64, 2112), (129, 96), (2, 64, 192)]
 
 
 class OneShard:
-    """The steps of one weight, with digests, of which this rank owns a range."""
+    """The steps of one weight, with digests, of which this rank owns a range; ``shown``: of which a
+    gather takes those of others' codes.
+    """
 
-    def __init__(self, storage: QuantizedStorage, own: Extent, backend: CpuBackend) -> None:
+    guessed = False  # whether the latest update wrote codes under a guess
+
+    def __init__(
+        self, storage: QuantizedStorage, own: Extent, backend: CpuBackend, *, shown: bool = True
+    ) -> None:
         slots = storage.amax_slots
         matrices = storage.matrices
         size = storage.shape.numel() // len(matrices)
@@ -52,7 +73,7 @@ class OneShard:
             for i, each in enumerate(matrices)
         ]
         self.steps = CastSteps(backend, operands, self.masters)
-        self.steps.take_digests([storage] * len(matrices))
+        self.steps.take_digests([storage] * len(matrices), shown={storage} if shown else ())
         self.storage, self.size = storage, size
 
     def cast(self, shard: torch.Tensor, update: AdamWUpdate | None = None) -> None:
@@ -63,6 +84,7 @@ class OneShard:
             self.steps.run("partial_amax")
         else:
             self.steps.update([update])
+            self.guessed = bool((self.steps._guesses[:, 0] >= 0).any())
         self.steps.run("compute_scale", "partial_cast")
 
     def assert_digests(self, where: str) -> int:
@@ -105,38 +127,48 @@ def test_of_what_is_cast(recipe: str, isa: str) -> None:
                 for _ in range(2):
                     one.cast(master[own.start : own.end])
                     of_all += one.assert_digests(where)
-                for name in one.storage.gathered if own.size == numel else ():
+                is_same = own.size == numel and recipe not in ADVANCING
+                for name in one.storage.gathered if is_same else ():
                     codes = (each.buffers[name] for each in (one.storage, expected))
                     assert_same_bytes(*codes, f"{where}, {name}")
     assert of_all > 1_000_000
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("recipe", ["mxfp8", "32x32", "mxfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "32x32", "mxfp4", "block, columns", "nvfp4", "current", "delayed"]
+)
 def test_of_what_an_update_casts(recipe: str, isa: str) -> None:
-    """The same, in the pass that updates the masters."""
+    """The same, in the pass that updates the masters, also under a guess of the tensor's amax; none
+    under delayed scaling, of which that pass takes no digests.
+    """
     shape = (96, 4160)
     numel = torch.Size(shape).numel()
     own = Extent(4160 * 3 + 5, numel)
     one = OneShard(made(recipe, shape), own, CpuBackend(isa, threads=2))
     master, average, square = draw_values("normal", own.size, 0), *torch.zeros(2, own.size)
-    for step in range(1, 4):
+    # Masters that stay let the amax be guessed, and the last ones prove the guess wrong.
+    guessed = []
+    one.cast(master)  # nobody asks for these digests
+    for step, lr in enumerate([0.01, 0.01, 0, 0, 0, 0.5], 1):
         numbers = AdamWNumbers.of(
-            step, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, maximize=False
+            step, lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, maximize=False
         )
         gradient = draw_values("normal", own.size, step)
         update = AdamWUpdate(master, gradient, average, square, None, numbers)
         one.cast(master, update)
-        assert one.assert_digests(f"step {step}") > numel // 2
+        assert (one.assert_digests(f"step {step}") > numel // 3) == (recipe != "delayed")
+        guessed.append(one.guessed)
+    assert guessed[-2:] == [recipe == "nvfp4"] * 2
 
 
 def test_of_what_else_is_read() -> None:
     """None where derived copies are made of the codes, whose digest is taken then."""
     storage = zerocast.empty((256, 128), "block").quantized_storage
-    one = OneShard(storage, Extent(0, 1 << 15), CpuBackend())
-    one.cast(draw_values("normal", 1 << 15, 0))
-    assert one.steps.digests() == one.steps.rebuilt
-    assert one.steps.rebuilt
+    for shown in (False, True):
+        one = OneShard(storage, Extent(0, 1 << 15), CpuBackend(), shown=shown)
+        one.cast(draw_values("normal", 1 << 15, 0))
+        assert (one.steps.digests() == one.steps.rebuilt) == bool(one.steps.rebuilt) != shown
 
 
 def test_once_a_cast() -> None:

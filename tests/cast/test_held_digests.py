@@ -228,13 +228,14 @@ def test_what_is_gathered_in_place_is_read_while_it_is_copied(
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block", "current"])
 @pytest.mark.parametrize("owners", [[0, 1], None])
 @on_ranks("in_process", 2)
-def test_what_goes_through_a_buffer_is_digested_once(
+def test_what_is_staged_is_digested_once(
     comm: Communicator, recipe: str, owners: list[int] | None
 ) -> None:
     """A rank's own codes by the cast where one pass measures and casts, else as they are staged;
-    others' as they are stored. As derived copies are made it is of codes that are gathered where
-    they lie: here, once the codes of both ranks' weights have been moved together.
+    others' as they are stored. As derived copies are made it is of codes that a transport gathers
+    where they lie and does not show: here, once those of both ranks' weights are moved together.
     """
+    comm = RecordingCommunicator(comm)
     weights = [zerocast.empty((512, 512), recipe) for _ in range(2)]
     own = [each == comm.rank for each in owners] if owners else [True, True]
     start, size = (0, 1 << 18) if owners else (comm.rank << 17, 1 << 17)
@@ -255,7 +256,8 @@ def test_what_goes_through_a_buffer_is_digested_once(
         taken += [digests for gather in gathers for digests in gather.copied]
         ranges = [each for digests in taken for each in digests.ranges if each]
         sizes = [each[gather._plane].numel() for gather in gathers for each in buffers]
-        assert sum(end - first for _, first, end in ranges) == sum(sizes)
+        is_received = is_in_place and recipe == "mxfp8"  # and others' codes are read from memory
+        assert sum(end - first for _, first, end in ranges) == sum(sizes) // (1 + is_received)
         of_copies = any(each for digests in steps.rebuilt for each in digests.ranges)
         assert of_copies == (is_in_place and recipe != "mxfp8")
         numbers = [plan._verification._numbers(comm, some).tolist() for some in (taken, [])]

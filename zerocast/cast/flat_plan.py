@@ -22,7 +22,7 @@ The third takes one short look at each weight, like the step of an optimizer tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -45,6 +45,13 @@ class FlatPlan(CastPlan):
     def casts(self) -> int:
         """The number of casts that have written weights: all of their writes but others'."""
         return self._version.ticks
+
+    def take_digests_of_own(self, places: Collection[int]) -> None:
+        """Let digests be taken of what this rank casts of the weights at ``places``: their maker
+        gathers them where they are, and takes those of what is received.
+        """
+        self._prepared.gathered_elsewhere = places
+        self._prepared.take_digests()
 
     @untraced
     def rebuild_copies(self) -> Sequence[TakenDigests]:

@@ -177,11 +177,19 @@ class CodeGather:
         return all(read.get(codes.data_ptr(), 0) == size for codes, size in sizes)
 
     @property
-    def copied_weights(self) -> list[QuantizedStorage]:
-        """Those whose codes all pass through a staging buffer, as they lie now."""
-        if self.lacks_codes or self._find_in_place() is not None:
-            return []
+    def weights(self) -> list[QuantizedStorage]:
+        """Those whose codes it gathers."""
         return [spec.storage for spec in self._specs if self._plane in spec.storage.gathered]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether codes pass through a staging buffer, as they lie now."""
+        return not self.lacks_codes and self._find_in_place() is None
+
+    @property
+    def shows_parts(self) -> bool:
+        """Whether the transport shows the parts of others."""
+        return self._comm.shows_parts(sum(self._counts))
 
     @property
     def lacks_codes(self) -> bool:

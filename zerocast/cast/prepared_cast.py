@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,6 +75,8 @@ class PreparedCast:
         matrices: what is cast: the weights, and the matrices of those that are stacks.
         masters: what they read.
         bound: by weight the master that they read; None where this rank owns nothing.
+        gathered_elsewhere: the places of weights that the plan's maker gathers, with the digests of
+            what is received.
         addresses: where the weights' buffers lay when the launches were prepared.
         calls_functions: whether functions of the caller's make scales.
         own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
@@ -113,6 +115,7 @@ class PreparedCast:
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
         self._is_in_graph = self._takes_digests = False
+        self.gathered_elsewhere: Collection[int] = ()
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self._check_overlap(master_weights)
         self.bind(master_weights)
@@ -170,18 +173,19 @@ class PreparedCast:
                 self.bind([None] * len(self._specs))
 
     def take_digests(self) -> None:
-        """Let digests be taken of codes on their way: as gathers copy them; of codes that are
-        gathered where they lie as derived copies are made of them, or by the gather where there
-        are none; and of a rank's own as one pass measures and casts.
+        """Let digests be taken of codes on their way: of those that are staged, as they are
+        copied; of others as a rank casts its own, and by gathers that see what they receive; or
+        else as derived copies are made of all.
         """
         self._takes_digests = True
         self._take_digests()
 
     def _take_digests(self) -> None:
-        gathers = self._collectives.code_gathers
-        # Who made a flat plan gathers by itself.
-        copied = set() if self._is_flat else {w for each in gathers for w in each.copied_weights}
-        self.steps.take_digests(self._matrices.weights(), copied)
+        gathers = [] if self._is_flat else self._collectives.code_gathers
+        staged = {weight for each in gathers if each.is_staged for weight in each.weights}
+        shown = {weight for each in gathers if each.shows_parts for weight in each.weights}
+        shown |= {self._specs[i].storage for i in self.gathered_elsewhere}
+        self.steps.take_digests(self._matrices.weights(), staged, shown - staged)
         read = Counter[int]()
         for begin, first, end in filter(
             None, (r for each in self.steps.rebuilt for r in each.ranges)

@@ -9,9 +9,9 @@ stored elsewhere, a rank that cast under another recipe what every rank casts, a
 step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
 gathered it. Copies that each rank derives for itself are not compared. On a CPU, a digest is taken
 from registers through which codes pass anyway, or from a cache: as an all-gather copies codes, or
-receives them where they stay (:mod:`zerocast.cast.copied_digests`); of a rank's own without derived
-copies as one pass measures and casts them (:class:`zerocast.tensors.cast_steps.CastDigests`); of
-those that are gathered where they are as derived copies are made of them
+receives them where they stay, in pieces (:mod:`zerocast.cast.copied_digests`); then a rank's own
+are digested as it casts them (:class:`zerocast.tensors.cast_steps.CastDigests`). Where a transport
+shows nothing of what it writes, it is taken as derived copies are made
 (:class:`zerocast.tensors.post_gather.Rebuild`). A byte that
 changes after that and before the ranks compare is found by the next comparison that reads it from
 memory, not by this one. A rank's own byte that changes before others gather it is found: theirs

@@ -51,7 +51,9 @@ class Backend(Protocol):
     digests_transposed: bool
     """Whether its transposes take :attr:`PlaneBuffers.digest` of the codes that they read."""
     digests_cast: bool
-    """Whether passes that measure and cast take it of the codes that they make."""
+    """Whether :meth:`partial_amax_cast` takes it of the codes that it makes, and
+    :meth:`partial_cast` of all of a shard.
+    """
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast

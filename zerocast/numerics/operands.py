@@ -188,8 +188,8 @@ class PlaneBuffers:
         compact: the numerics' ``scale_dtype`` [plane.grid.num_blocks]: one scale a block, as they
             travel between ranks; what ``scale_inv`` is made from after the gather.
         digest: that of ``codes``, where :meth:`Backend.transpose` reads them, and the backend
-            :attr:`~Backend.digests_transposed`; or of those in :attr:`TensorOperand.whole`, where
-            the same pass measures and casts them, and the backend :attr:`~Backend.digests_cast`.
+            :attr:`~Backend.digests_transposed`; or of those that a launch casts, but of bytes in
+            which it does not cast all nibbles, and the backend :attr:`~Backend.digests_cast`.
     """
 
     plane: Plane

@@ -71,13 +71,17 @@ class Publication:
             # All codes are views of one allocation, whose counter they share.
             params = [weight.param for weight in weights]
             self._written = counted_by_torch([*params, *shards.code_flats[:1]])
+            place = {i: at for at, i in enumerate(self._masters)}
+            coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
             if overlap_cast:
-                place = {i: at for at, i in enumerate(self._masters)}
-                coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
                 stages = [[place[i] for i in bucket.members] for bucket in coded]
                 self._staged = StagedCast(self._plan, stages)
-            for bucket in shards.buckets:  # what is waited for later is read then
-                bucket.takes_digests = verify != "off" and bucket.pending is None
+            elif verify != "off":  # what is waited for later is read then
+                shown = [each for each in coded if each.pending is None]
+                shown = [each for each in shown if shards.comm.shows_parts(each.sizes[0])]
+                for bucket in shown:
+                    bucket.takes_digests = True
+                self._plan.take_digests_of_own([place[i] for b in shown for i in b.members])
         elif check_mode(verify) != "off":
             raise InputError(
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "

@@ -28,7 +28,6 @@ from types import MappingProxyType
 
 import torch
 
-from zerocast.formats import byte_span
 from zerocast.layout import NOTHING, Extent, whole_rows
 from zerocast.numerics import (
     AdamWUpdate,
@@ -92,6 +91,7 @@ class CastSteps:
         self._backend, self._masters, self._judges_amaxes = backend, masters, judges_amaxes
         self._of_updates: list[tuple[Numerics, Operands, Masters]] = []
         self._digests: list[CastDigests] = []
+        self._partial_casts: list[tuple[str, int, Numerics, Operands]] = []  # by step and place
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
@@ -128,25 +128,53 @@ class CastSteps:
                 launch()
 
     def take_digests(
-        self, weights: Sequence[QuantizedStorage], copied: Container[QuantizedStorage] = ()
+        self,
+        weights: Sequence[QuantizedStorage],
+        staged: Container[QuantizedStorage] = (),
+        shown: Container[QuantizedStorage] = (),
     ) -> None:
-        """Let digests be taken of codes that pass through a CPU's registers, by place the weight
-        that they are of: as the step ``transpose`` reads them, where it can, but of those
-        ``copied``, and of weights without derived copies as they are made by a pass that measures
-        and casts.
+        """Let digests be taken of codes that pass through a CPU's registers or caches.
+
+        Args:
+            weights: by place the weight that it is a matrix of, or itself.
+            staged: those of which a gather takes digests as it copies a rank's own codes, too.
+                Without derived copies they are taken as a pass makes them that measures and casts.
+            shown: those of which a gather takes digests of others' codes. A rank's own are taken
+                as it casts them; as the step ``transpose`` reads them, of all but these weights.
         """
-        digested = dict(zip(self._storages, weights, strict=True))
-        of_rebuild = {of: weight for of, weight in digested.items() if weight not in copied}
-        self._launches["transpose"] = self._prepare_rebuild(digested=of_rebuild)
+        of = dict(zip(self._storages, weights, strict=True))
+        rebuilt = {
+            o: weight for o, weight in of.items() if not (weight in staged or weight in shown)
+        }
+        self._launches["transpose"] = self._prepare_rebuild(digested=rebuilt)
         if not self._backend.digests_cast:
             return
+
+        def digests_of(operands: Operands, extents: Sequence[Extent]) -> CastDigests:
+            own = [of[self._storage_of[id(operand.planes[0])]] for operand in operands]
+            wanted = [
+                extent if weight in shown or not weight.derived_names else NOTHING
+                for weight, extent in zip(own, extents, strict=True)
+            ]
+            return CastDigests(operands, own, wanted)
+
         for i, (numerics, operands, masters) in enumerate(self._of_updates):
-            of = [digested[self._storage_of[id(operand.planes[0])]] for operand in operands]
-            digests = CastDigests(operands, of)
+            at_once = [NOTHING if each.guess is not None else each.whole for each in operands]
+            digests = digests_of(operands, at_once)
+            digests.is_of_updates = True
             if any(digests.ranges):
                 self._of_updates[i] = numerics, digests.operands, masters
                 cast = self._backend.partial_amax_cast(numerics, digests.operands, masters)
                 self._launches["partial_amax"][i] = partial(digests.take_by, cast)
+                self._digests.append(digests)
+        for step, i, numerics, operands in self._partial_casts:
+            later = [
+                NOTHING if each.whole and each.guess is None else each.extent for each in operands
+            ]
+            digests = digests_of(operands, later)
+            if any(digests.ranges):
+                cast = self._backend.partial_cast(numerics, digests.operands, self._masters)
+                self._launches[step][i] = partial(digests.take_by, cast)
                 self._digests.append(digests)
 
     def digests(self) -> list[TakenDigests]:
@@ -178,7 +206,7 @@ class CastSteps:
         if self._updates is None:
             self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
         for digests in self._digests:
-            digests.begin()
+            digests.begin(is_taken=digests.is_of_updates)
         for launch in self._updates:
             launch(updates)
 
@@ -205,6 +233,8 @@ class CastSteps:
         self._of_updates.append((numerics, measured, masters))
         if recipe.casts_before_reduction:
             cast = backend.partial_cast(numerics, operands, masters)
+            step = "compute_scale" if self._judges_amaxes else "partial_amax"
+            self._partial_casts.append((step, len(launches[step]), numerics, operands))
         if recipe.casts_before_reduction and not self._judges_amaxes:
             self.writes_early = True
             launches["partial_amax"].append(cast)
@@ -222,6 +252,8 @@ class CastSteps:
             launches["partial_amax"].append(amax)
             launches["compute_scale"].append(scale)
             for stage, own in by_stage.items():
+                place = len(launches["partial_cast"])
+                self._partial_casts.append(("partial_cast", place, numerics, own))
                 launches["partial_cast"].append(backend.partial_cast(numerics, own, masters))
                 self._stages.append(stage)
         if recipe.chooses_scales:
@@ -233,21 +265,28 @@ class CastSteps:
 
 
 class CastDigests(TakenDigests):
-    """The digests of codes that passes make which measure and cast.
+    """The digests of codes that a launch casts.
 
     Args:
-        operands: of one launch.
+        operands: of the launch.
         weights: by operand the weight that it is a matrix of, or itself.
+        extents: by operand the elements of which digests are wanted.
 
     Attributes:
         operands: those, with what asks for the digests.
         is_new: whether nobody has used those of the latest cast.
+        is_of_updates: whether an update takes them, too.
     """
 
-    is_new = False
+    is_new = is_of_updates = False
 
-    def __init__(self, operands: Operands, weights: Sequence[QuantizedStorage]) -> None:
-        found = list(map(_cast_at_once, operands, weights))
+    def __init__(
+        self,
+        operands: Operands,
+        weights: Sequence[QuantizedStorage],
+        extents: Sequence[Extent],
+    ) -> None:
+        found = list(map(_ranges_of, operands, weights, extents))
         super().__init__([place for _, places in found for place in places])
         sums = iter(self.sums.split(1))
         self.operands = [
@@ -263,10 +302,10 @@ class CastDigests(TakenDigests):
             for operand, (first, places) in zip(operands, found, strict=True)
         ]
 
-    def begin(self) -> None:
-        """Forget those of the cast before."""
+    def begin(self, *, is_taken: bool = True) -> None:
+        """Forget those of the cast before; ``is_taken``: before a launch that takes others."""
         self.sums.zero_()
-        self.is_new = True
+        self.is_new = is_taken
 
     def take_by(self, cast: Launch) -> None:
         """Run the launch of :attr:`operands`."""
@@ -274,16 +313,17 @@ class CastDigests(TakenDigests):
         cast()
 
 
-def _cast_at_once(
-    operand: TensorOperand, weight: QuantizedStorage
+def _ranges_of(
+    operand: TensorOperand, weight: QuantizedStorage, extent: Extent
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """What one pass measures and casts of a weight's codes, of which no derived copies are made:
-    where the matrix begins in them, and the ranges of :class:`TakenDigests`, by plane. No ranges
-    where it is cast elsewhere, or the pass can take no digest of it.
+    """What a launch casts of a weight's codes: where the matrix begins in them, and the ranges of
+    :class:`TakenDigests`, by plane, of bytes that hold nothing but elements of ``extent``. No
+    ranges where it is cast elsewhere, or the launch can take no digest of it.
     """
-    if weight.derived_names or operand.guess is not None or not operand.whole:
+    if not extent:
         return 0, []
-    begin, end = byte_span(weight.form.numerics.fmt, operand.whole.start, operand.whole.end)
+    in_byte = 8 // weight.form.numerics.fmt.bits
+    begin, end = -(-extent.start // in_byte), extent.end // in_byte
     firsts, ranges = set[int](), []
     for each in operand.cast_planes:
         assert each.codes is not None
@@ -294,7 +334,7 @@ def _cast_at_once(
                 ranges.append((whole.data_ptr(), first + begin, first + end))
     alike = len(ranges) == len(operand.cast_planes) and len(firsts) == 1 and not operand.codes_start
     first = min(firsts, default=0)
-    return first, ranges if alike and first % 64 == 0 else []
+    return first, ranges if alike and first % 64 == 0 and begin < end else []
 
 
 def _read_once(
