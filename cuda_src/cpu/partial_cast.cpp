@@ -44,10 +44,9 @@ void digest_written(const NumericsTable& table, const CastShard& shard, i64 begi
 
 // Casts elements [begin, end), where digests are asked for piece by piece.
 void cast_pieces(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
-    i64 rows = block_rows(shard), piece = end - begin;
-    if (takes_digests(shard)) piece = rows <= DIGESTED ? DIGESTED / rows * rows : DIGESTED;
+    i64 rows = block_rows(shard), piece = rows <= DIGESTED ? DIGESTED / rows * rows : DIGESTED;
     for (i64 next; begin < end; begin = next) {
-        next = min_of(end, (begin / piece + 1) * piece);
+        next = takes_digests(shard) ? min_of(end, (begin / piece + 1) * piece) : end;
         cast(table, shard, Region{begin, next});
     }
 }

@@ -1,5 +1,5 @@
 """Whatever is done to plans, weights and masters, in whatever order: a gathered cast has the bytes
-of ``quantize``, or every rank is told why not and nothing has been changed.
+of ``quantize``, or every rank is told why not, and nothing has been changed that can be read.
 
 A machine does to weights on some ranks what programs do: new values, casts, gathers, memory that
 moves or is lost, plans made anew of other shards, weights saved and loaded. Beside it the reference
@@ -111,7 +111,10 @@ class CastLife(RuleBasedStateMachine):
             assert all(isinstance(error, ZerocastError) for error in errors), errors
             for rank, weights in enumerate(self.weights):
                 now = stored(dict(zip(NAMES, weights, strict=True)))
-                assert_same_tensors(now, before[rank], f"on rank {rank} after {errors[rank]}")
+                if self.is_unfinished(rank):
+                    self.is_whole = False
+                else:
+                    assert_same_tensors(now, before[rank], f"on rank {rank} after {errors[rank]}")
             self.plan_anew(seed=0, **self.how)
             return
         assert not self.is_broken, "a master without memory was cast"
@@ -119,6 +122,19 @@ class CastLife(RuleBasedStateMachine):
             with zerocast.use_backend("reference"):
                 quantize_into(weight.quantized_storage, whole.view(weight.shape))
         self.is_cast, self.is_whole = True, False
+
+    def is_unfinished(self, rank: int) -> bool:
+        """Whether a rank wrote codes, which wait for nothing, before it heard of another's error:
+        then nobody reads the weights.
+        """
+        writes = [weight.quantized_storage.writes for weight in self.weights[rank]]
+        if all(each.are_readable for each in writes):
+            return False
+        assert self.plans[rank]._prepared.steps.writes_early
+        for weight in self.weights[rank]:
+            with pytest.raises(zerocast.UnfinishedStepError, match="holds parts of two casts"):
+                weight.dequantize()
+        return True
 
     @precondition(lambda self: self.is_cast)
     @rule()

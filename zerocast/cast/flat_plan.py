@@ -50,8 +50,7 @@ class FlatPlan(CastPlan):
         """Let digests be taken of what this rank casts of the weights at ``places``: their maker
         gathers them where they are, and takes those of what is received.
         """
-        self._prepared.gathered_elsewhere = places
-        self._prepared.take_digests()
+        self._prepared.take_digests_of_own(places)
 
     @untraced
     def rebuild_copies(self) -> Sequence[TakenDigests]:

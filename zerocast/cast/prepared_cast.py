@@ -75,8 +75,6 @@ class PreparedCast:
         matrices: what is cast: the weights, and the matrices of those that are stacks.
         masters: what they read.
         bound: by weight the master that they read; None where this rank owns nothing.
-        gathered_elsewhere: the places of weights that the plan's maker gathers, with the digests of
-            what is received.
         addresses: where the weights' buffers lay when the launches were prepared.
         calls_functions: whether functions of the caller's make scales.
         own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
@@ -115,7 +113,7 @@ class PreparedCast:
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
         self._is_in_graph = self._takes_digests = False
-        self.gathered_elsewhere: Collection[int] = ()
+        self._gathered_elsewhere: Collection[int] = ()
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self._check_overlap(master_weights)
         self.bind(master_weights)
@@ -180,11 +178,16 @@ class PreparedCast:
         self._takes_digests = True
         self._take_digests()
 
+    def take_digests_of_own(self, places: Collection[int]) -> None:
+        """See :meth:`zerocast.cast.flat_plan.FlatPlan.take_digests_of_own`."""
+        self._gathered_elsewhere = places
+        self._prepare()
+
     def _take_digests(self) -> None:
         gathers = [] if self._is_flat else self._collectives.code_gathers
         staged = {weight for each in gathers if each.is_staged for weight in each.weights}
         shown = {weight for each in gathers if each.shows_parts for weight in each.weights}
-        shown |= {self._specs[i].storage for i in self.gathered_elsewhere}
+        shown |= {self._specs[i].storage for i in self._gathered_elsewhere}
         self.steps.take_digests(self._matrices.weights(), staged, shown - staged)
         read = Counter[int]()
         for begin, first, end in filter(
