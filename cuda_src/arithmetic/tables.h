@@ -97,7 +97,7 @@ struct CodePlane {
     Grid grid;
     i32* block_amax;  // [blocks]; there may be memory for those of the shard's rows alone
     u8* codes;        // of the elements from codes_start on
-    u64* sum;  // that the digest of the codes that a launch casts is added to, or null
+    u64* sum;         // that the digest of the codes that a launch casts is added to, or null
 };
 
 // Which elements of some of a tensor's were changed; null where nobody asks, and always null beside
