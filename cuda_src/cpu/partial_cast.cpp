@@ -42,7 +42,8 @@ void digest_written(const NumericsTable& table, const CastShard& shard, i64 begi
     });
 }
 
-// Casts elements [begin, end), where digests are asked for piece by piece.
+// Casts elements [begin, end), where digests are asked for piece by piece. No piece ends within a
+// byte, as rows hold an even number of elements.
 void cast_pieces(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
     i64 rows = block_rows(shard), piece = rows <= DIGESTED ? DIGESTED / rows * rows : DIGESTED;
     for (i64 next; begin < end; begin = next) {
