@@ -17,7 +17,7 @@ inline u64 digest_bytes(const u8* row, i64 at, i64 end) {
 enum Copying { NONE, CACHED, STREAMED };
 
 // Rows whose lines are digested in turn by the same factors, which take two loads: of 512 KiB in a
-// cache 57 GB/s instead of 43. Copies are as fast as memory, and better in one run.
+// cache 57 GB/s instead of 43. Copies wait for memory, and are slower in two streams.
 constexpr int ROWS_AT_ONCE = 2;
 
 // Lines [at, end) of each of ROWS rows; they are copied to `to`, where the first begins there, too.

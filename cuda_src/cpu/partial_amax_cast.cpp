@@ -145,7 +145,7 @@ template <class F>
 bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpdate* table,
                      const BlockMultipliers& multipliers, i64 begin, i64 end, bool streams) {
     const Grid& grid = shard.rowwise.grid;
-    bool both = has_rows_and_columns(shard), takes_digests = F::BITS == 8 && shard.rowwise.sum;
+    bool both = has_rows_and_columns(shard), in_registers = F::BITS == 8 && shard.rowwise.sum;
     if (both && !multipliers.are_powers_of_two()) return false;
     i64 blocks = grid.cols / grid.block_w + 2;
     i64 bytes = (blocks + Native::WIDTH) * sizeof(Native::Int) + blocks * sizeof(float)
@@ -161,11 +161,11 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
             CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
         else if (grid.block_w == 16)
             cast_rows<16, F, false>(shard, source, multipliers, region, memory);
-        else if (grid.block_w == 32 && takes_digests)
+        else if (grid.block_w == 32 && in_registers)
             cast_rows<32, F, DIGESTS>(shard, source, multipliers, region, memory);
         else if (grid.block_w == 32)
             cast_rows<32, F, false>(shard, source, multipliers, region, memory);
-        else if (takes_digests)
+        else if (in_registers)
             cast_rows<128, F, DIGESTS>(shard, source, multipliers, region, memory);
         else
             cast_rows<128, F, false>(shard, source, multipliers, region, memory);
@@ -175,7 +175,7 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
     else
         cast(Read{master});
     free(memory);
-    if (!takes_digests || grid.block_w == 16) digest_codes<F>(shard, region);
+    if (!in_registers || grid.block_w == 16) digest_codes<F>(shard, region);
     return true;
 }
 

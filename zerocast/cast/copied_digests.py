@@ -6,8 +6,8 @@ sent out of it, has every byte in a register on the way: a digest taken there co
 So has a gather of threads, which copy large codes from each other where these stay. A large gather
 over MPI on one node tells each piece when it has arrived, and still lies in a cache. What else
 transports write there, and what a rank itself has sent, is read from memory, but for what derived
-copies are made of (:class:`zerocast.tensors.post_gather.Rebuild`), and what the pass that cast it
-has taken (:class:`zerocast.tensors.cast_steps.CastDigests`).
+copies are made of (:class:`zerocast.tensors.post_gather.Rebuild`), and for what its cast has taken
+(:class:`zerocast.tensors.cast_steps.CastDigests`).
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.
 """
 

@@ -144,7 +144,9 @@ class CastSteps:
         """
         of = dict(zip(self._storages, weights, strict=True))
         rebuilt = {
-            o: weight for o, weight in of.items() if not (weight in staged or weight in shown)
+            matrix: weight
+            for matrix, weight in of.items()
+            if weight not in staged and weight not in shown
         }
         self._launches["transpose"] = self._prepare_rebuild(digested=rebuilt)
         if not self._backend.digests_cast:
