@@ -214,6 +214,13 @@ struct DigestTarget {
 };
 static_assert(sizeof(DigestTarget) == 4 * sizeof(i64), "a row that Python writes");
 
+// The digest of a part of a tensor, and the total of all its parts.
+struct DigestPart {
+    const u64* sum;
+    u64* total;
+};
+static_assert(sizeof(DigestPart) == 2 * sizeof(i64), "a row that Python writes");
+
 // Elements as they were, and as they are: integers.
 struct Comparison {
     u8* held;  // receives the values

@@ -1,4 +1,5 @@
 // digest: adds to a sum the digest of a range of a tensor's bytes.
+// total_digests: of each tensor, the total of such sums.
 // stage_codes, store_codes: copy codes into the buffer in which they travel, and from there, and
 // add their digest where it is wanted: what passes through the registers anyway is not read again.
 //
@@ -69,6 +70,13 @@ ZEROCAST_EXPORT(digest)(const void* table, long long count, long long threads) {
         add_to(target.sum, digest_rows<NONE>(target.data, target.first, begin, end));
     };
     share_in_parallel<DigestTarget>(table, count, threads, span_of<DigestTarget>, piece);
+}
+
+ZEROCAST_EXPORT(total_digests)(const void* table, long long count, long long) {
+    using namespace zerocast;
+    auto parts = (const DigestPart*)table;
+    for (i64 i = 0; i < count; i++) *parts[i].total = 0;
+    for (i64 i = 0; i < count; i++) *parts[i].total += *parts[i].sum;
 }
 
 // `buffer`: a table of one, its address.

@@ -63,7 +63,7 @@ def test_what_was_copied_is_not_read_again() -> None:
     held, launches = HeldDigests(), []
     for _ in range(2):
         assert held.of(tensors[:2], [copied]).tolist() == expected[:2]
-        launches.append(held._launch)
+        launches.append(held._digest)
     assert launches[0] is launches[1]
     assert HeldDigests().of(tensors[1:2]).tolist() == [int(digest(tensors[1]))] != expected[1:2]
 

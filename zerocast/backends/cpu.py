@@ -167,6 +167,12 @@ class CpuBackend(ReferenceBackend):
         rows = tables.digest_rows(ranges, sums, _address)
         return self._launch("digest", None, rows, (ranges, sums))
 
+    def total_digests(
+        self, parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor
+    ) -> Launch:
+        rows = tables.part_rows(parts, totals, _address)
+        return self._launch("total_digests", None, rows, (parts, totals))
+
     def compare(self, comparisons: Sequence[Comparison]) -> Launch:
         rows = [tables.comparison_row(each, _address) for each in comparisons]
         return self._launch("compare", None, rows, comparisons)

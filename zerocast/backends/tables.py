@@ -299,6 +299,14 @@ def digest_rows(
     ]
 
 
+def part_rows(
+    parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor, address: Address
+) -> list[list[int]]:
+    """DigestPart of each part."""
+    base = address(totals)
+    return [[address(part), base + 8 * at] for part, at in parts]
+
+
 def copy_rows(
     copies: Sequence[CodeCopy], sums: torch.Tensor | None, address: Address
 ) -> list[list[int]]:

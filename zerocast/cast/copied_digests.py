@@ -23,7 +23,7 @@ from zerocast.backends import backend_for
 from zerocast.backends.launches import nothing
 from zerocast.comm.communicator import PartCopies
 from zerocast.numerics import CodeCopy, DigestedBytes, Launch, LaunchOn
-from zerocast.tensors.digest import TakenDigests
+from zerocast.tensors.digest import TakenDigests, clear_sums
 
 
 class CopiedDigests(TakenDigests):
@@ -47,7 +47,7 @@ class CopiedDigests(TakenDigests):
 
     def __call__(self, buffer: torch.Tensor) -> None:
         """Copy into ``buffer``, or out of it."""
-        self.sums.zero_()
+        self.clear()
         self._launch(buffer)
 
 
@@ -90,7 +90,7 @@ class CopiesInPlace(PartCopies):
                 (self._address + start - first, first, first + stop - start)
                 for start, stop, first in self._received
             ])  # fmt: skip
-        self._arrived.sums.zero_()
+        self._arrived.clear()
         return self
 
     def copy(self, rank: int, theirs: torch.Tensor) -> None:
@@ -143,36 +143,39 @@ class HeldDigests:
         if addresses != self._addresses or not _are_same(taken, self._taken):
             self._prepare(tensors, taken)
             self._addresses = addresses
-        self._sums.zero_()
-        self._launch()
-        parts = torch.cat([self._sums.cpu(), *self._taken_sums])
-        self._all_numbers.zero_().index_add_(0, self._places, parts)
-        return self._numbers
+        clear_sums(self._sums)
+        self._digest()
+        if self._read is not self._sums:
+            self._read.copy_(self._sums)
+        self._total()
+        return self._totals
 
     def _prepare(self, tensors: Sequence[torch.Tensor], taken: Sequence[TakenDigests]) -> None:
         """Find what is left to be read beside what is ``taken``."""
         flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
         place_of = {tensor.data_ptr(): i for i, tensor in enumerate(flat) if len(tensor)}
-        self._taken, self._taken_sums = list(taken), [each.sums for each in taken]
+        self._taken = list(taken)
         known: list[list[tuple[int, int]]] = [[] for _ in flat]
-        taken_of = []
-        for each in (each for launch in taken for each in launch.ranges):
-            at = None if each is None else place_of.get(each[0])
-            # The last of the numbers is the sum of what is of no tensor, or was taken before.
-            is_new = each is not None and at is not None and _insert(each[1:], known[at])
-            taken_of.append(at if is_new else len(flat))
+        parts = list[tuple[torch.Tensor, int]]()
+        for launch in taken:
+            for each, total in zip(launch.ranges, launch.sums[:, None], strict=True):
+                at = None if each is None else place_of.get(each[0])
+                # What is of no tensor, or was taken before, is passed over.
+                if each is not None and at is not None and _insert(each[1:], known[at]):
+                    parts.append((total, at))
         left = [
             (i, DigestedBytes(tensor[begin:end], begin))
             for i, (tensor, ranges) in enumerate(zip(flat, known, strict=True))
             for begin, end in _between(ranges, len(tensor))
         ]
-        all_places = [at for at, _ in left] + taken_of
+        device = flat[0].device
         with torch.inference_mode(False):
-            self._places = torch.tensor(all_places, dtype=torch.int64, device="cpu")
-            self._all_numbers = torch.zeros(len(flat) + 1, dtype=torch.int64, device="cpu")
-            self._numbers = self._all_numbers[:-1]
-            self._sums = torch.zeros(len(left), dtype=torch.int64, device=flat[0].device)
-        self._launch = backend_for(flat[0].device).digest([each for _, each in left], self._sums)
+            self._totals = torch.zeros(len(flat), dtype=torch.int64, device="cpu")
+            self._sums = torch.zeros(len(left), dtype=torch.int64, device=device)
+            self._read = self._sums.cpu()
+        parts += zip(self._read[:, None], (at for at, _ in left), strict=True)
+        self._digest = backend_for(device).digest([each for _, each in left], self._sums)
+        self._total = backend_for(self._totals.device).total_digests(parts, self._totals)
 
 
 def _between(ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:

@@ -33,8 +33,8 @@ holds others leaves a file, by which ``python -m zerocast reproduce FILE`` repea
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -272,9 +272,8 @@ def _compared(weight: HeldWeight) -> list[torch.Tensor]:
 
 def _vote(step: int, numbers: torch.Tensor) -> int:
     """A number of the step and of all digests."""
-    digest = hashlib.sha256(f"{step} ".encode())
-    digest.update(ctypes.string_at(numbers.data_ptr(), numbers.nbytes))
-    return 1 + int.from_bytes(digest.digest()[:8], "big") % _MOST
+    held = ctypes.string_at(numbers.data_ptr(), numbers.nbytes)
+    return 1 + zlib.crc32(held, zlib.crc32(step.to_bytes(8, "little"))) % _MOST
 
 
 def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str]]) -> str:

@@ -145,6 +145,13 @@ class Backend(Protocol):
         2^64; see "Digests" in docs/NUMERICS.md.
         """
 
+    def total_digests(
+        self, parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor
+    ) -> Launch:
+        """Make of ``totals``, int64 on the CPU, each that has ``parts`` their sum modulo 2^64. A
+        part is int64 [1], and has its place among ``totals``.
+        """
+
     def compare(self, comparisons: Sequence[Comparison]) -> Launch:
         """Flag the elements whose bytes are not those that are held, add to ``changes.digest`` what
         that changes, modulo 2^64, and hold them.

@@ -306,7 +306,7 @@ class CastDigests(TakenDigests):
 
     def begin(self, *, is_taken: bool = True) -> None:
         """Forget those of the cast before; ``is_taken``: before a launch that takes others."""
-        self.sums.zero_()
+        self.clear()
         self.is_new = is_taken
 
     def take_by(self, cast: Launch) -> None:

@@ -8,6 +8,7 @@ ranks add those of their shards, and a change adds what it changes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,6 +32,19 @@ class TakenDigests:
         self.ranges = ranges
         with torch.inference_mode(False):
             self.sums = torch.zeros(len(ranges), dtype=torch.int64, device="cpu")
+
+    def clear(self) -> None:
+        """Make all sums 0."""
+        clear_sums(self.sums)
+
+
+def clear_sums(sums: torch.Tensor) -> None:
+    """Make the sums of digests 0, int64 and contiguous."""
+    if sums.is_cpu:
+        # Where a cast has driven the code of torch out of the caches, its fill takes 20 us.
+        ctypes.memset(sums.data_ptr(), 0, sums.nbytes)
+    else:
+        sums.zero_()
 
 
 def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Rebuild(TakenDigests):
         self._launch = backend.transpose(numerics, given)
 
     def __call__(self) -> None:
-        self.sums.zero_()
+        self.clear()
         self._launch()
 
 

@@ -178,6 +178,17 @@ class ReferenceBackend:
 
         return launch
 
+    def total_digests(
+        self, parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor
+    ) -> Launch:
+        def launch() -> None:
+            for _, at in parts:
+                totals[at] = 0
+            for part, at in parts:
+                totals[at] += part[0]
+
+        return launch
+
     def compare(self, comparisons: Sequence[Comparison]) -> Launch:
         return _for_each(comparisons, changes.compare)
 
