@@ -1,9 +1,9 @@
 // The digest of bytes:
 //
-//     digest = sum over words w of word[w] * key(w)   mod 2^64
+//     digest = sum over halfwords h of halfword[h] * key(h)   mod 2^64
 //
-// Words are 32 bits, little-endian and unsigned, counted from the first byte of the whole tensor;
-// keys are odd, 64 bits of a word's place. docs/NUMERICS.md says what it is good for.
+// Halfwords are 16 bits, little-endian and signed, counted from the first byte of the whole tensor.
+// docs/NUMERICS.md says what it is good for.
 #pragma once
 
 #include "arithmetic/lanes.h"
@@ -11,9 +11,11 @@
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 
-// Words in a row: their keys differ by the column's factor, those of two rows by the rows'.
-constexpr i64 DIGEST_ROW = 1024;
-constexpr i64 DIGEST_ROW_BYTES = 4 * DIGEST_ROW;
+// Bytes of a row of keys and of a line of it. A lane is what stands at the same four bytes of each
+// line of a row: its halfwords are added up, plainly and weighted by 8 bits, which 32 bits hold;
+// then it is multiplied by its factors, and the row by its own.
+constexpr i64 DIGEST_ROW_BYTES = 4096, DIGEST_LINE_BYTES = 64;
+constexpr int DIGEST_LANES = 16;
 
 // The finalizer of SplitMix64 of number + 1 times the golden ratio's bits, with arithmetic shifts
 // and one round less; odd.
@@ -23,19 +25,38 @@ ZEROCAST_FN constexpr u64 mixed(i64 number) {
     return (bits ^ (u64)((i64)bits >> 29)) | 1;
 }
 
-// key(w) is row_factor(w / DIGEST_ROW) * column_factor(w % DIGEST_ROW). Of columns 32 bits are
-// taken: a product with a word is one multiplication then.
+// key(h) is row_factor(row) * (plain_factor(lane) + weight(halfword) * weighted_factor(lane)), an
+// odd number.
 ZEROCAST_FN constexpr u64 row_factor(i64 row) { return mixed(row); }
-ZEROCAST_FN constexpr u32 column_factor(i64 column) {
-    return (u32)(mixed(column - DIGEST_ROW) >> 32) | 1;
+ZEROCAST_FN constexpr i32 plain_factor(i64 lane) {
+    return (i32)(mixed(lane - DIGEST_LANES) >> 33) | 1;
+}
+ZEROCAST_FN constexpr i32 weighted_factor(i64 lane) {
+    return (i32)(mixed(lane - 2 * DIGEST_LANES) >> 33) & ~1;
+}
+
+// Of the halfword of this number in its row: another one for each of a lane, -64 to 63.
+ZEROCAST_FN constexpr i32 halfword_weight(i64 number) {
+    i64 in_lane = number / (DIGEST_LINE_BYTES / 2) * 2 + number % 2;
+    return (i32)(in_lane * (2 * in_lane + 1) % 128) - 64;
+}
+
+// What a byte at this place of the tensor is multiplied by, as a halfword.
+ZEROCAST_FN u64 digest_key(i64 place) {
+    i64 in_row = place % DIGEST_ROW_BYTES, lane = in_row % DIGEST_LINE_BYTES / 4;
+    i64 factor = plain_factor(lane) + (i64)halfword_weight(in_row / 2) * weighted_factor(lane);
+    return row_factor(place / DIGEST_ROW_BYTES) * (u64)factor;
+}
+
+// What a byte at this place is in its halfword, whose upper byte is signed.
+ZEROCAST_FN i64 in_halfword(u8 byte, i64 place) {
+    return place % 2 ? (i64)(signed char)byte * 256 : byte;
 }
 
 // What a byte at this place of the tensor adds to the digest, if it stands there instead of
 // another.
 ZEROCAST_FN u64 digest_of_change(u8 byte, u8 instead_of, i64 place) {
-    i64 word = place / 4;
-    u64 key = row_factor(word / DIGEST_ROW) * column_factor(word % DIGEST_ROW);
-    return ((u64)((i64)byte - instead_of) << place % 4 * 8) * key;
+    return (u64)(in_halfword(byte, place) - in_halfword(instead_of, place)) * digest_key(place);
 }
 
 }  // namespace ZEROCAST_ISA

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "arithmetic/tables.h"
-#include "cpu/column_factors.h"
+#include "cpu/digest_sum.h"
 #include "cpu/simd.h"
 
 namespace zerocast {
@@ -36,13 +36,20 @@ __attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 f
         if (above) __atomic_fetch_or(word + 1, above, __ATOMIC_RELAXED);
     }
     u64 digest = 0;
-    i64 digest_word = (first + at) / 4;
-    if (BYTES % 8 == 0 && (first + at) % BYTES == 0) {  // whole words of one row of the digest
-        i64 column = digest_word % DIGEST_ROW;
+    i64 place = first + at;
+    if (BYTES % 8 == 0 && place % BYTES == 0) {  // whole lanes of one line of the digest
+        i64 in_row = (i64)in_digest_row(place);
+        i64 sum = 0;
         auto add = [&](int k) {
-            u64 now = Native::load_as<u32>(made + 4 * k),
-                before = Native::load_as<u32>(held + 4 * k);
-            digest += (now - before) * COLUMN_FACTORS.all[column + k];
+            i64 halfword = in_row / 2 + 2 * k, lane = (in_row / 4 + k) % DIGEST_LANES;
+            i64 plain = 0, weighted = 0;
+            for (int i = 0; i < 2; i++) {
+                i64 change = Native::load_as<short>(made + 4 * k + 2 * i)
+                             - Native::load_as<short>(held + 4 * k + 2 * i);
+                plain += change;
+                weighted += change * DIGEST_KEYS.weights[halfword + i];
+            }
+            sum += plain * DIGEST_KEYS.plain[lane] + weighted * DIGEST_KEYS.weighted[lane];
         };
         if (__builtin_popcountll(changed) > FEW) {
             for (int k = 0; k < BYTES / 4; k++) add(k);
@@ -50,11 +57,11 @@ __attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 f
             for (int k; changed; changed &= ~(15ull << 4 * k))
                 add(k = __builtin_ctzll(changed) / 4);
         }
-        return digest * row_factor(digest_word / DIGEST_ROW);
+        return (u64)sum * row_factor(place / DIGEST_ROW_BYTES);
     }
     for (; changed; changed &= changed - 1) {
         int i = __builtin_ctzll(changed);
-        digest += digest_of_change(made[i], held[i], first + at + i);
+        digest += digest_of_change(made[i], held[i], place + i);
     }
     return digest;
 }
@@ -78,42 +85,37 @@ class ChangedGroups {
     // Stores them; returns what that changes of the digest. Codes begin with byte `first` of the
     // tensor, a multiple of BYTES.
     __attribute__((noinline)) u64 store(u8* codes, i64 first) {
-        constexpr int WORDS = Native::WIDTH / 2;  // of 32 bits, that are taken at a time
-        typedef u32 Words __attribute__((vector_size(4 * WORDS)));
-        auto wide = [](const void* from) {
-            return __builtin_convertvector(Native::load_as<Words>(from), Native::Wide);
-        };
-        u64 digest = 0;
+        Native::Wide digest{};
         i64 row = 0;
-        Native::Wide sums{};
-        auto close_row = [&] {
-            u64 total = 0;
-            for (int k = 0; k < WORDS; k++) total += sums[k];
-            digest += total * row_factor(row);
-        };
+        DigestSum now, before;
+        auto close_row = [&] { digest += now.digest(row) - before.digest(row); };
         for (int i = 0; i < count_; i++) {
-            i64 word = (first + places_[i]) / 4;
-            if (word / DIGEST_ROW != row) {
+            i64 place = first + places_[i];
+            if (place / DIGEST_ROW_BYTES != row) {
                 close_row();
-                row = word / DIGEST_ROW;
-                sums = Native::Wide{};
+                row = place / DIGEST_ROW_BYTES;
+                now = before = DigestSum{};
             }
             const u8* made = made_[i];
             u8* held = codes + places_[i];
-            for (int k = 0; k < BYTES / 4; k += WORDS) {
-                i64 column = word % DIGEST_ROW + k;
-                auto factors = wide(COLUMN_FACTORS.all + column);
-                sums += (wide(made + 4 * k) - wide(held + 4 * k)) * factors;
-            }
+            add_group(now, made, place);
+            add_group(before, held, place);
             memcpy(held, made, BYTES);
         }
         close_row();
         count_ = 0;
-        return digest;
+        return sum_of(digest);
     }
 
   private:
     static constexpr int MOST = 64;
+
+    // Adds a group to the sum of a row, as what stands at its place in a line of zeros.
+    ZEROCAST_FN static void add_group(DigestSum& sum, const u8* group, i64 place) {
+        alignas(LINE) Native::Int line[LINE_REGISTERS] = {};
+        memcpy((u8*)line + place % LINE, group, BYTES);
+        sum.add(line, in_digest_row(place / LINE * LINE));
+    }
 
     alignas(64) u8 made_[MOST][BYTES];
     i64 places_[MOST];

@@ -12,7 +12,8 @@ ZEROCAST_EXPORTED const char* zerocast_cpu_isas() {
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-                  && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+                  && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+                  && __builtin_cpu_supports("avx512vnni");
     if (avx2 && avx512) return "avx512 avx2 baseline";
     if (avx2) return "avx2 baseline";
 #endif

@@ -36,7 +36,8 @@ struct Simd {
     typedef unsigned short Halves __attribute__((vector_size(2 * W)));  // 16 bits an element
     typedef short Shorts __attribute__((vector_size(4 * W)));  // a whole register of 16 bits each
     typedef u64 Wide __attribute__((vector_size(4 * W)));      // half as many, 64 bits each
-    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));     // a whole register of them
+    typedef i64 Signed __attribute__((vector_size(4 * W)));
+    typedef u8 Bytes4 __attribute__((vector_size(4 * W)));  // a whole register of them
 
     static ZEROCAST_FN Int bits(Float x) { return (Int)x; }
     static ZEROCAST_FN Float value(Int i) { return (Float)i; }
@@ -120,6 +121,30 @@ struct Simd {
         return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
     }
+    // The same, signed.
+    static ZEROCAST_FN Wide multiply_low_signed(Wide a, Wide b) {
+#if defined(__AVX512F__)
+        return (Wide)_mm512_mul_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return (Wide)_mm256_mul_epi32((__m256i)a, (__m256i)b);
+#else
+        auto low = [](Wide x) { return (Wide)((Signed)(x << 32) >> 32); };
+        return low(a) * low(b);
+#endif
+    }
+    // The sum and the products of the signed halves of 32 bits, of a and b.
+    static ZEROCAST_FN Int add_products(Int sum, Int a, Int b) {
+#if defined(__AVX512VNNI__)
+        return (Int)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return sum + (Int)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+        return sum + (Int)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+        auto low = [](Int x) { return (Int)((Unsigned)x << 16) >> 16; };
+        return sum + low(a) * low(b) + (a >> 16) * (b >> 16);
+#endif
+    }
     static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) { return multiply_low(a, Wide{} + c); }
 
     template <class T>
@@ -135,7 +160,8 @@ struct Simd {
     }
 };
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) \
+    && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
 typedef Simd<16> Native;
 #elif defined(__AVX2__)
 typedef Simd<8> Native;

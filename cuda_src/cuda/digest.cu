@@ -1,7 +1,7 @@
 // digest: adds to sums the digests of ranges of bytes.
 //
 // A tile is some whole rows of keys, of which a range may begin or end inside one. A thread takes
-// the same columns of each row, so it makes their factors once.
+// the same halfwords of each row, so it makes their weights and factors once.
 #include "arithmetic/digest.h"
 #include "cuda/planes.h"
 
@@ -9,7 +9,8 @@ using namespace zerocast;
 
 constexpr int TILE_BYTES = 1 << 14;
 constexpr int UNIT = 4;  // words that a thread reads side by side
-constexpr int UNITS = (int)(DIGEST_ROW / (UNIT * THREADS));  // of a thread in a row
+constexpr int UNITS = (int)(DIGEST_ROW_BYTES / (4 * UNIT * THREADS));  // of a thread in a row
+static_assert(UNIT * THREADS % DIGEST_LANES == 0, "all units of a thread are of the same lanes");
 
 // Four words at `at`, of which bytes [begin, end) of `data` count; the others are zeros.
 ZEROCAST_FN void load_words(u32 (&words)[UNIT], const u8* data, i64 at, i64 begin, i64 end) {
@@ -44,11 +45,15 @@ ZEROCAST_FN u64 sum_of_warp(u64 mine) {
 __global__ void __launch_bounds__(THREADS, 8)
     digest(const DigestTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
            i64 count) {
-    u32 factors[UNITS][UNIT];
-    for (int u = 0; u < UNITS; u++) {
+    i32 plain[UNIT], weighted[UNIT], weights[UNITS][UNIT][2];
 #pragma unroll
-        for (int k = 0; k < UNIT; k++)
-            factors[u][k] = column_factor((u * THREADS + threadIdx.x) * UNIT + k);
+    for (int k = 0; k < UNIT; k++) {
+        plain[k] = plain_factor((threadIdx.x * UNIT + k) % DIGEST_LANES);
+        weighted[k] = weighted_factor((threadIdx.x * UNIT + k) % DIGEST_LANES);
+        for (int u = 0; u < UNITS; u++) {
+            i64 word = (u * THREADS + threadIdx.x) * UNIT + k;
+            for (int i = 0; i < 2; i++) weights[u][k][i] = halfword_weight(2 * word + i);
+        }
     }
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         PlaneTile tile = tiles[t];
@@ -59,16 +64,20 @@ __global__ void __launch_bounds__(THREADS, 8)
         i64 end = lead + target.bytes, stop = tile.col + TILE_BYTES;
         u64 total = 0;
         for (i64 first = tile.col; first < (end < stop ? end : stop); first += DIGEST_ROW_BYTES) {
-            u64 sum = 0;
+            i64 sum = 0;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 u32 words[UNIT];
                 i64 at = first + (u * THREADS + threadIdx.x) * (4 * UNIT);
                 load_words(words, data, at, lead, end);
 #pragma unroll
-                for (int k = 0; k < UNIT; k++) sum += (u64)words[k] * factors[u][k];
+                for (int k = 0; k < UNIT; k++) {
+                    i32 low = (short)words[k], high = (i32)words[k] >> 16;
+                    i32 of_weights = low * weights[u][k][0] + high * weights[u][k][1];
+                    sum += (i64)(low + high) * plain[k] + (i64)of_weights * weighted[k];
+                }
             }
-            total += sum * row_factor(row + first / DIGEST_ROW_BYTES);
+            total += (u64)sum * row_factor(row + first / DIGEST_ROW_BYTES);
         }
         total = sum_of_warp(total);
         if (threadIdx.x % 32 == 0) atomicAdd(target.sum, total);

@@ -1,5 +1,7 @@
 """Digests: every backend gives the sum that docs/NUMERICS.md defines, for any range of bytes."""
 
+import math
+
 import pytest
 import torch
 
@@ -29,27 +31,52 @@ def mixed(number: int) -> int:
     return (bits ^ shifted(bits, 29)) % MOD | 1
 
 
-def column_factor(column: int) -> int:
-    """Its upper half, odd."""
-    return mixed(column - 1024) >> 32 | 1
+def plain(lane: int) -> int:
+    """The upper 31 bits, odd."""
+    return mixed(lane - 16) >> 33 | 1
+
+
+def weighted(lane: int) -> int:
+    """The upper 31 bits, even."""
+    return mixed(lane - 32) >> 33 & ~1
+
+
+def weight(number: int) -> int:
+    """Of a halfword of a row."""
+    in_lane = number // 32 * 2 + number % 2
+    return in_lane * (2 * in_lane + 1) % 128 - 64
+
+
+def factor(number: int) -> int:
+    """Of a halfword of a row."""
+    lane = number % 32 // 2
+    return plain(lane) + weight(number) * weighted(lane)
 
 
 def defined(data: bytes, first: int) -> int:
     """The digest, byte by byte."""
     total = 0
     for i, byte in enumerate(data, first):
-        row, column = divmod(i // 4, 1024)
-        total += (byte << 8 * (i % 4)) * mixed(row) * column_factor(column)
+        row, number = divmod(i // 2, 2048)
+        value = (byte - 256 * (byte >= 128)) * 256 if i % 2 else byte
+        total += value * mixed(row) * factor(number)
     return total % MOD
 
 
-def test_two_bits_of_a_row_do_not_cancel() -> None:
-    """No two columns have one factor, so changes of a bit each, which are powers of two up to 2^31
-    times odd numbers below 2^32, add up neither to 0 nor to 2^64.
+def test_small_changes_of_a_row_do_not_cancel() -> None:
+    """Factors are odd, and no two the same but for a sign: so changes of a bit each add up to no 0.
+    Nor do any changes of two halfwords of a lane. These have weights of their own, so they change
+    the plain sum, by less than 2^17, or the weighted one; and for the first to make up for the
+    second, it would have to be a multiple of the lane's weighted factor without what both have in
+    common.
     """
-    factors = {column_factor(column) for column in range(1024)}
-    assert len(factors) == 1024
-    assert all(each % 2 and each < 2**32 for each in factors)
+    factors = [abs(factor(number)) for number in range(2048)]
+    assert len(set(factors)) == 2048
+    assert all(each % 2 and each < 2**38 for each in factors)
+    for lane in range(16):
+        weights = {weight(32 * line + 2 * lane + i) for line in range(64) for i in (0, 1)}
+        assert weights == set(range(-64, 64))
+        assert weighted(lane) // math.gcd(plain(lane), weighted(lane)) > 2**17
 
 
 def drawn(count: int) -> torch.Tensor:

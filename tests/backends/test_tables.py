@@ -17,6 +17,7 @@ from zerocast.backends.tables import (
     dequantize_row,
     digest_rows,
     numerics_fields,
+    part_rows,
     runs_row,
     scale_row,
     transpose_row,
@@ -88,6 +89,7 @@ WRITERS = {
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
+    "DigestPart": lambda o: part_rows([(ONE, 0)], ONE, address)[0],
     "CopyTarget": lambda o: copy_rows([CodeCopy(ONE, 0, None if o is BARE else 0)], ONE, address)[
         0
     ],

@@ -43,7 +43,7 @@ _NOTICE_TAG, _HEADER_TAG = 24332, 24333
 _LAST = 5.0
 _PRINTS = 0.3
 """Seconds in which a launcher can pass on printed output, before the job is aborted."""
-_AHEAD = 4
+_AHEAD = 2
 """Receives that are begun before the one that is waited for. What they bring is to stay in a cache
 until it is read; when all are begun at once, all may have come before the first is.
 """

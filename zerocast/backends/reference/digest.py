@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
-ROW = 1024
-"""Words in a row of keys: a key is the factor of its column times that of its row."""
+ROW, LINE = 2048, 32
+"""Halfwords in a row of keys, and in a line of it."""
 
-_WORD = 4
-_UNSIGNED = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
+_LANES = 16
+_HALFWORD = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,18 +24,18 @@ def digest(values: torch.Tensor, first: int = 0) -> torch.Tensor:
     tensor.
     """
     data = values.detach().view(-1).view(torch.uint8)
-    head = min(-first % _WORD, data.numel())
-    tail = head + (data.numel() - head) // _WORD * _WORD
+    head = min(-first % _HALFWORD, data.numel())
+    tail = head + (data.numel() - head) // _HALFWORD * _HALFWORD
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for begin, end in ((0, head), (tail, data.numel())):
         places = torch.arange(first + begin, first + end, dtype=torch.int64, device=data.device)
         total += digest_of(data[begin:end], places)
-    words = data[head:tail]
-    aligned = words.storage_offset() % _WORD == 0 and words.data_ptr() % _WORD == 0
-    words = (words if aligned else words.clone()).view(torch.int32)
-    at = (first + head) // _WORD
-    places = torch.arange(at, at + len(words), dtype=torch.int64, device=data.device)
-    return total + ((words.long() & _UNSIGNED[_WORD]) * _keys(places)).sum()
+    whole = data[head:tail]
+    aligned = whole.storage_offset() % _HALFWORD == 0 and whole.data_ptr() % _HALFWORD == 0
+    halfwords = (whole if aligned else whole.clone()).view(torch.int16)
+    at = (first + head) // _HALFWORD
+    places = torch.arange(at, at + len(halfwords), dtype=torch.int64, device=data.device)
+    return total + (halfwords.long() * _keys(places)).sum()
 
 
 def digest_of(
@@ -44,27 +44,42 @@ def digest_of(
     """int64 []: what elements ``values`` at ``places`` (int64) of a tensor add to its digest, if
     they stand there ``instead_of`` other ones, or of zeros.
     """
-    if values.itemsize > _WORD:
-        places = torch.stack([2 * places, 2 * places + 1], dim=1).view(-1)
-        values = as_integers(values).view(torch.int32)
-        instead_of = None if instead_of is None else as_integers(instead_of).view(torch.int32)
-    size = values.itemsize
-    integers = as_integers(values).long() & _UNSIGNED[size]
+    if values.itemsize > 1:
+        count = values.itemsize // _HALFWORD
+        inside = torch.arange(count, dtype=torch.int64, device=values.device)
+        keys = _keys((places[:, None] * count + inside).view(-1))
+    else:
+        keys = _keys(places // _HALFWORD)
+    change = _in_halfwords(values, places)
     if instead_of is not None:
-        integers -= as_integers(instead_of).long() & _UNSIGNED[size]
-    at = places * size
-    return ((integers << ((at & 3) << 3)) * _keys(at >> 2)).sum()
+        change -= _in_halfwords(instead_of, places)
+    return (change * keys).sum()
 
 
-def _keys(words: torch.Tensor) -> torch.Tensor:
-    """int64, odd, of int64 places of words."""
-    return _column_factors(words.device)[words % ROW] * _mixed(words // ROW)
+def _in_halfwords(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """int64: the halfwords of elements, or what single bytes are in theirs."""
+    if values.itemsize > 1:
+        return values.view(-1).view(torch.int16).long()
+    data = values.view(-1)
+    upper = data.view(torch.int8).long() * 256
+    return torch.where(places % _HALFWORD == 1, upper, data.view(torch.uint8).long())
+
+
+def _keys(halfwords: torch.Tensor) -> torch.Tensor:
+    """int64, odd, of int64 places of halfwords."""
+    return _in_row(halfwords.device)[halfwords % ROW] * _mixed(halfwords // ROW)
 
 
 @cache
-def _column_factors(device: torch.device) -> torch.Tensor:
-    numbers = _mixed(torch.arange(-ROW, 0, dtype=torch.int64, device=device))
-    return (numbers >> 32) & _UNSIGNED[_WORD] | 1
+def _in_row(device: torch.device) -> torch.Tensor:
+    """The factors of a row's halfwords."""
+    lanes = torch.arange(_LANES, dtype=torch.int64, device=device)
+    plain = (_mixed(lanes - _LANES) >> 33) & 0x7FFFFFFF | 1
+    weighted = (_mixed(lanes - 2 * _LANES) >> 33) & 0x7FFFFFFE
+    numbers = torch.arange(ROW, dtype=torch.int64, device=device)
+    in_lane = numbers // LINE * 2 + numbers % 2
+    lane = numbers % LINE // 2
+    return plain[lane] + (in_lane * (2 * in_lane + 1) % 128 - 64) * weighted[lane]
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
