@@ -26,6 +26,10 @@ constexpr int ROWS_AT_ONCE = Native::WIDTH / 4;
 template <Copying COPY>
 constexpr int ASKED_INTO = COPY == STREAMED ? 2 : 3;
 
+// How many bytes ahead lines are asked for: further than the rows at hand.
+template <int ROWS>
+constexpr i64 ASKED_AHEAD = ROWS * DIGEST_ROW_BYTES > 8192 ? ROWS * DIGEST_ROW_BYTES : 8192;
+
 // Lines [at, end) of each of ROWS rows; they are copied to `to`, where the first begins there, too.
 // Returns their digests, in parts; the first is row `number` of the tensor.
 template <Copying COPY, int ROWS>
@@ -36,7 +40,7 @@ Native::Wide digest_lines(const u8* rows, i64 at, i64 end, u8* to, i64 number) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
             i64 place = r * DIGEST_ROW_BYTES + i;
-            __builtin_prefetch(rows + place + PREFETCH_AHEAD * 4, 0, ASKED_INTO<COPY>);
+            __builtin_prefetch(rows + place + ASKED_AHEAD<ROWS>, 0, ASKED_INTO<COPY>);
             alignas(LINE) Native::Int line[LINE_REGISTERS];
             load_line(line, rows + place);
             for (int k = 0; COPY == CACHED && k < LINE_REGISTERS; k++)
