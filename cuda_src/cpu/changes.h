@@ -112,9 +112,16 @@ class ChangedGroups {
 
     // Adds a group to the sum of a row, as what stands at its place in a line of zeros.
     ZEROCAST_FN static void add_group(DigestSum& sum, const u8* group, i64 place) {
+        i64 in_line = place % LINE;
         alignas(LINE) Native::Int line[LINE_REGISTERS] = {};
-        memcpy((u8*)line + place % LINE, group, BYTES);
-        sum.add(line, in_digest_row(place / LINE * LINE));
+#if defined(__AVX512F__)
+        // At once: a load that takes what two stores wrote waits until both have left the core.
+        auto lanes = (__mmask16)(((1u << BYTES / 4) - 1) << in_line / 4);
+        line[0] = (Native::Int)_mm512_maskz_loadu_epi32(lanes, group - in_line);
+#else
+        memcpy((u8*)line + in_line, group, BYTES);
+#endif
+        sum.add(line, in_digest_row(place - in_line));
     }
 
     alignas(64) u8 made_[MOST][BYTES];

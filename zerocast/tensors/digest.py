@@ -2,8 +2,8 @@
 
 It tells, without a copy, whether memory was written in a way that torch does not see, whether ranks
 hold the same bytes, and whether changes have arrived. It does not protect against bytes that were
-chosen to have a given digest. "Digests" in docs/NUMERICS.md defines it; as it is a sum over words,
-ranks add those of their shards, and a change adds what it changes.
+chosen to have a given digest. "Digests" in docs/NUMERICS.md defines it; as it is a sum over
+halfwords, ranks add those of their shards, and a change adds what it changes.
 """
 
 from __future__ import annotations
