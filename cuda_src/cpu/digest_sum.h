@@ -34,14 +34,13 @@ struct DigestSum {
 
     // Adds a register whose first byte is byte `i` of the row, a multiple of its size.
     ZEROCAST_FN void add(Native::Int bytes, u64 i) {
-        u64 k = i / sizeof bytes % LINE_REGISTERS;
-        auto weights = Native::load_as<Native::Int>(DIGEST_KEYS.weights + i / 2);
-        plain[k] = Native::add_products(plain[k], bytes, Native::splat(0x00010001));
-        weighted[k] = Native::add_products(weighted[k], bytes, weights);
+#pragma GCC unroll 4
+        for (int k = 0; k < LINE_REGISTERS; k++)
+            if (i / sizeof bytes % LINE_REGISTERS == (u64)k) add(bytes, i, k);
     }
     // Adds the line whose first byte is byte `i` of the row.
     ZEROCAST_FN void add(const Native::Int* line, u64 i) {
-        for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], i + k * sizeof(Native::Int));
+        for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], i + k * sizeof(Native::Int), k);
     }
     // The digest, in parts, if that is row `row` of the tensor.
     ZEROCAST_FN Wide digest(i64 row) const {
@@ -54,6 +53,12 @@ struct DigestSum {
     }
 
   private:
+    // Adds register `k` of a line, which the compiler has to know, or the sums would be in memory.
+    ZEROCAST_FN void add(Native::Int bytes, u64 i, int k) {
+        auto weights = Native::load_as<Native::Int>(DIGEST_KEYS.weights + i / 2);
+        plain[k] = Native::add_products(plain[k], bytes, Native::splat(0x00010001));
+        weighted[k] = Native::add_products(weighted[k], bytes, weights);
+    }
     // Lanes times their factors, added up in pairs.
     static ZEROCAST_FN Wide products(Native::Int lanes, const i32* factors) {
         auto even = (Wide)lanes, of_even = Native::load_as<Wide>(factors);
