@@ -16,8 +16,7 @@ ZEROCAST_FN void load_line(Native::Int* line, const u8* from) {
     for (int k = 0; k < LINE_REGISTERS; k++) {
         line[k] = Native::load_as<Native::Int>(from + k * sizeof(Native::Int));
 #if defined(__AVX512F__)
-        // Here multiplications take an operand from memory, and each would read the line again,
-        // which made another digest of 20 MiB half as fast.
+        // Here multiplications take an operand from memory, and each would read the line again.
         asm("" : "+v"(line[k]));
 #endif
     }

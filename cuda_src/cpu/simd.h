@@ -121,7 +121,8 @@ struct Simd {
         return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
     }
-    // The same, signed.
+    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) { return multiply_low(a, Wide{} + c); }
+    // As multiply_low(), of signed numbers.
     static ZEROCAST_FN Wide multiply_low_signed(Wide a, Wide b) {
 #if defined(__AVX512F__)
         return (Wide)_mm512_mul_epi32((__m512i)a, (__m512i)b);
@@ -145,7 +146,6 @@ struct Simd {
         return sum + low(a) * low(b) + (a >> 16) * (b >> 16);
 #endif
     }
-    static ZEROCAST_FN Wide multiply_low(Wide a, u32 c) { return multiply_low(a, Wide{} + c); }
 
     template <class T>
     static ZEROCAST_FN T load_as(const void* from) {

@@ -116,6 +116,21 @@ def test_the_reference_and_many_threads(expected: list[int]) -> None:
     assert torch.equal(*sums)
 
 
+@pytest.mark.parametrize("isa", [None, *ISAS])
+def test_totals_of_parts(isa: str | None) -> None:
+    """Each is the sum of its parts, modulo 2^64, step after step; one that has none stays."""
+    sums = torch.tensor([2**63 - 1, 3, -7, 2**62])
+    parts = list(zip(sums[:, None], (2, 2, 0, 2), strict=True))
+    totals = torch.full((3,), 5)
+    backend = ReferenceBackend() if isa is None else CpuBackend(isa)
+    launch = backend.total_digests(parts, totals)
+    for change in (0, 1):
+        sums += change
+        launch()
+        expected = [int(sums[2]), 5, sum(map(int, sums[[0, 1, 3]]))]
+        assert [each % MOD for each in totals.tolist()] == [each % MOD for each in expected]
+
+
 # Rows of bytes that are whole lines of a digest, of which some cross a row of its keys in a line's
 # neighbour; and others, of which none is taken.
 CODES = [

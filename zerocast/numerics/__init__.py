@@ -17,6 +17,7 @@ weights, and allocates nothing.
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
     digest          bytes                   -> a number that changes with them
+    total_digests   digests of parts        -> those of whole tensors
     compare         elements, held ones     -> flags of what changed, its digest; held ones, stored
     runs            flags, elements         -> the elements that changed, as they travel
     adamw           masters, gradients      -> masters, updated, and the optimizer's state

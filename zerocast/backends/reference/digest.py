@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-ROW, LINE = 2048, 32
+_ROW, _LINE = 2048, 32
 """Halfwords in a row of keys, and in a line of it."""
 
 _LANES = 16
@@ -67,7 +67,7 @@ def _in_halfwords(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def _keys(halfwords: torch.Tensor) -> torch.Tensor:
     """int64, odd, of int64 places of halfwords."""
-    return _in_row(halfwords.device)[halfwords % ROW] * _mixed(halfwords // ROW)
+    return _in_row(halfwords.device)[halfwords % _ROW] * _mixed(halfwords // _ROW)
 
 
 @cache
@@ -76,9 +76,9 @@ def _in_row(device: torch.device) -> torch.Tensor:
     lanes = torch.arange(_LANES, dtype=torch.int64, device=device)
     plain = (_mixed(lanes - _LANES) >> 33) & 0x7FFFFFFF | 1
     weighted = (_mixed(lanes - 2 * _LANES) >> 33) & 0x7FFFFFFE
-    numbers = torch.arange(ROW, dtype=torch.int64, device=device)
-    in_lane = numbers // LINE * 2 + numbers % 2
-    lane = numbers % LINE // 2
+    numbers = torch.arange(_ROW, dtype=torch.int64, device=device)
+    in_lane = numbers // _LINE * 2 + numbers % 2
+    lane = numbers % _LINE // 2
     return plain[lane] + (in_lane * (2 * in_lane + 1) % 128 - 64) * weighted[lane]
 
 
