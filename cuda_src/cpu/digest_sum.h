@@ -72,15 +72,6 @@ ZEROCAST_FN u64 sum_of(Native::Wide parts) {
     return total;
 }
 
-// The digest of a line, in parts; `place` is that of its first byte, a multiple of LINE.
-ZEROCAST_FN Native::Wide digest_of_line(const u8* from, u64 place) {
-    Native::Int line[LINE_REGISTERS];
-    load_line(line, from);
-    DigestSum sum;
-    sum.add(line, in_digest_row(place));
-    return sum.digest(place / DIGEST_ROW_BYTES);
-}
-
 ZEROCAST_FN void add_to(u64* sum, u64 total) { __atomic_fetch_add(sum, total, __ATOMIC_RELAXED); }
 
 }  // namespace ZEROCAST_ISA
