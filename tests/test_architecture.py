@@ -19,7 +19,7 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
-    ("arguments", "untraced"),
+    ("arguments", "peer_memory", "untraced"),
     ("formats",),
     ("layout",),
     ("numerics",),

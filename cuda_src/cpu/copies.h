@@ -1,4 +1,5 @@
-// The copies of codes into the buffer in which they travel, and out of it.
+// The copies of codes into the buffer in which they travel, and out of it: a rank's own, or that of
+// another process.
 #pragma once
 
 #include "arithmetic/lanes.h"
@@ -15,6 +16,17 @@ struct CopyTarget {
     u64* sum;   // that their digest is added to, or null
 };
 static_assert(sizeof(CopyTarget) == 5 * sizeof(i64), "a row that Python writes");
+
+// A buffer in the memory of another process, which holds `token` at `token_address`: no other
+// process does that has its number by now, or has it among other processes' numbers.
+struct PeerBuffer {
+    i64 process;
+    u64 address;
+    u64 token_address;
+    u64 token;
+    i64 error;  // written: 0, or the errno of what could not be read
+};
+static_assert(sizeof(PeerBuffer) == 5 * sizeof(i64), "a row that Python writes");
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

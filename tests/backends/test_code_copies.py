@@ -14,9 +14,11 @@ from tests.support.instruction_sets import ISAS
 from tests.support.values import draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
+from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.digest import digest
 from zerocast.comm import Communicator, run_in_process
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
+from zerocast.peer_memory import PeerBuffer
 
 COPIED = SUBJECTS["copied codes"]
 
@@ -74,6 +76,40 @@ def test_many_bytes(isa: str) -> None:
         assert torch.equal(codes, data[at:])
         expected = 0 if first is None else int(digest(codes, first))
         assert sums.tolist() == [[expected]] * 2
+
+
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_codes_are_read_from_another_process(isa: str) -> None:
+    """From any place to any other, and their digests, on one thread or several; of a process that
+    is not the one that is meant, or has no such memory, an error.
+    """
+    theirs = draw_values("normal", 5 << 16, 5).view(torch.uint8)
+    peer = PeerBuffer.of(theirs)
+    sizes = [0, 1, 63, 64, 4096, 5000, 1 << 17, (1 << 17) + 1, (1 << 18) + 4099]
+    backend = ReferenceBackend() if isa == "reference" else CpuBackend(isa, 3)
+    memory = torch.zeros(sum(sizes) + 64 * len(sizes), dtype=torch.uint8)
+    copies, at = [], 1
+    for i, size in enumerate(sizes):
+        staged = min(37 * i, len(theirs) - size)
+        copies.append(CodeCopy(memory[at : at + size], staged, None if i == 5 else 4093 * i))
+        at += size + i
+    for sums in (None, torch.zeros(len(sizes), dtype=torch.int64)):
+        memory.zero_()
+        launch = backend.read_codes(copies, *([] if sums is None else [sums]))
+        launch(peer)
+        expected = torch.zeros_like(memory)
+        for copy in copies:
+            begin = copy.codes.data_ptr() - memory.data_ptr()
+            size = len(copy.codes)
+            expected[begin : begin + size] = theirs[copy.staged : copy.staged + size]
+        assert torch.equal(memory, expected)
+    wanted = [0 if c.first is None else int(digest(c.codes, c.first)) for c in copies]
+    assert sums is not None
+    assert sums.tolist() == wanted
+    for wrong in (peer._replace(token=peer.token ^ 1), peer._replace(address=1)):
+        with pytest.raises(OSError):
+            launch(wrong)
+    launch(peer)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from zerocast.backends.tables import (
     digest_rows,
     numerics_fields,
     part_rows,
+    peer_row,
     runs_row,
     scale_row,
     transpose_row,
@@ -44,6 +45,7 @@ from zerocast.numerics import (
     TakenDigest,
     TensorOperand,
 )
+from zerocast.peer_memory import PeerBuffer
 
 SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
@@ -93,6 +95,7 @@ WRITERS = {
     "CopyTarget": lambda o: copy_rows([CodeCopy(ONE, 0, None if o is BARE else 0)], ONE, address)[
         0
     ],
+    "PeerBuffer": lambda o: peer_row(PeerBuffer.of(ONE)),
     "Comparison": lambda o: comparison_row(COMPARISON, address),
     "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),

@@ -21,6 +21,7 @@ from zerocast.comm import Communicator, RecordingCommunicator, mpi
 from zerocast.comm.communicator import PartCopies
 from zerocast.errors import VerificationError
 from zerocast.numerics import CodeCopy
+from zerocast.peer_memory import PeerBuffer, read
 from zerocast.tensors.digest import digest
 
 
@@ -68,31 +69,35 @@ def test_what_was_copied_is_not_read_again() -> None:
     assert HeldDigests().of(tensors[1:2]).tolist() == [int(digest(tensors[1]))] != expected[1:2]
 
 
-@pytest.mark.parametrize("size", [1, 3, 50, 64, 1000])
-def test_what_arrives_in_pieces_is_not_read_again(size: int) -> None:
-    """Whatever ranges pieces cut, and padding, and none of two gathers is counted in the other; of
-    another buffer, as of the first; what is a rank's own, and who takes no digests, is read.
+@pytest.mark.parametrize("of_process", [False, True])
+def test_what_is_copied_in_place_is_not_read_again(of_process: bool) -> None:
+    """From another thread's or process' buffer, into the same memory or another; nothing of a copy
+    before it, or of one that was given up, counts, and no digest is taken unless it is asked for.
     """
     ends = [0, 5, 5, 9, 70, 133, 257, 258, 700]
     places = [slice(begin, end) for begin, end in pairwise(ends)]
     ranges = [[(at, 7) for at in some] for some in (places[:2], places[2:4], places[5:])]
-    copies = CopiesInPlace(1, ranges)
+    copies = CopiesInPlace(ranges)
+    theirs = torch.zeros(720, dtype=torch.uint8)
     for moves in range(3):
         if moves != 1:
             whole = torch.zeros(720, dtype=torch.uint8)
-        whole.copy_(torch.randint(256, (720,), dtype=torch.uint8))
+        theirs.copy_(torch.randint(256, (720,), dtype=torch.uint8))
         assert copies.begin(whole, takes_digests=True) is copies
         assert copies.copied == []
-        for begin, end in ((0, 9), (133, 720)):
-            for at in range(begin, end, size):
-                copies.arrived(at, min(at + size, end))
-        (taken,) = copies.copied
-        assert sum(end - first for _, first, end in taken.ranges) == 5 + 124 + 1 + 442
-        for (address, first, end), number in zip(taken.ranges, taken.sums, strict=True):
+        for rank in (0, 2):
+            copies.copy(rank, PeerBuffer.of(theirs) if of_process else theirs)
+        taken = [each for digests in copies.copied for each in digests.ranges if each]
+        sums = [int(each) for digests in copies.copied for each in digests.sums]
+        assert [end - first for _, first, end in taken] == [5, 0, 124, 1, 442]
+        for (address, first, end), number in zip(taken, sums, strict=True):
             at = address + first - whole.data_ptr()
-            assert int(number) == int(digest(whole[at : at + end - first], first))
+            assert torch.equal(whole[at : at + end - first], theirs[at : at + end - first])
+            assert number == int(digest(theirs[at : at + end - first], first))
+    copies.discard()
+    assert copies.copied == []
     copies.begin(whole, takes_digests=False)
-    copies.arrived(0, 9)
+    copies.copy(0, theirs)
     assert copies.copied == []
 
 
@@ -155,19 +160,21 @@ def test_what_is_copied_is_read_on_the_way(
 
 @dataclass
 class DamagedCopies(PartCopies):
-    """Another first byte of rank 0's part is copied, or arrives."""
+    """Another first byte of rank 0's part is copied."""
 
     copies: PartCopies
-    buffer: torch.Tensor
+    size: int
 
-    def copy(self, rank: int, theirs: torch.Tensor) -> None:
+    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
+        if isinstance(theirs, PeerBuffer):
+            peer, theirs = theirs, torch.empty(self.size, dtype=torch.uint8)
+            read(peer, 0, theirs)
         theirs = theirs.clone()
         theirs[0] ^= 0x10
         self.copies.copy(rank, theirs)
 
-    def arrived(self, begin: int, end: int) -> None:
-        self.buffer[0] ^= 0x10 * (begin == 0)
-        self.copies.arrived(begin, end)
+    def discard(self) -> None:
+        raise AssertionError("all ranks can copy")
 
 
 class DamagedCopy(RecordingCommunicator):
@@ -177,7 +184,7 @@ class DamagedCopy(RecordingCommunicator):
         self, buffer: torch.Tensor, counts: Any, copies: Any
     ) -> Callable[[], None]:
         if self.rank == 1:
-            copies = DamagedCopies(copies, buffer)
+            copies = DamagedCopies(copies, len(buffer))
         return self.comm.start_all_gather_by(buffer, counts, copies)
 
 
@@ -186,12 +193,12 @@ class DamagedCopy(RecordingCommunicator):
 def test_what_is_gathered_in_place_is_read_while_it_is_copied(
     kind: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By threads, which copy large codes from each other, or as pieces of others' parts arrive over
-    MPI, and a rank's own as it casts them; or as derived copies are made of them: each byte once,
-    in the same memory or in other. What a rank copies wrongly is found.
+    """Of threads, or of processes over MPI, which copy large codes from each other, and a rank's
+    own as it casts them: each byte once, in the same memory or in other. What a rank copies wrongly
+    is found.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpi, "_PIECE", 5003)
+    monkeypatch.setattr(mpi, "_LARGE", 20000)
     master = draw_values("normal", 1 << 18, 0).chunk(4)
 
     def on_rank(comm: Communicator) -> str:

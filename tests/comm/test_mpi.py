@@ -13,8 +13,9 @@ from tests.support.claims import assert_same_tensors
 from tests.support.programs import on_mpi_ranks, run
 from tests.support.ranks import MPI_RANKS, run_ranks
 from zerocast.comm import MpiCommunicator, mpi
-from zerocast.comm.communicator import PartCopies
+from zerocast.comm.communicator import PlainCopies
 from zerocast.errors import BackendError, InputError
+from zerocast.peer_memory import PeerBuffer
 
 on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
 
@@ -100,24 +101,26 @@ def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
         MpiCommunicator()
 
 
-# --- all-gathers in pieces ---
+# --- all-gathers from other ranks' memory ---
 
 
-class Noted(PartCopies):
-    """Notes what has arrived, which has to be there."""
+class Noted(PlainCopies):
+    """Notes whose parts it has copied, and fails where that is told."""
 
-    def __init__(self, buffer: torch.Tensor, expected: torch.Tensor) -> None:
-        self.buffer, self.expected = buffer, expected
-        self.count = torch.zeros(len(buffer), dtype=torch.int64)
-        self.longest = 0
+    def __init__(self, flat: torch.Tensor, counts: list[int], error: Exception | None = None):
+        super().__init__(flat, counts)
+        self.ranks: list[int] = []
+        self.error, self.discarded = error, 0
 
-    def copy(self, rank: int, theirs: torch.Tensor) -> None:
-        raise AssertionError("MPI has no other rank's buffer")
+    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
+        assert isinstance(theirs, PeerBuffer)
+        if self.error is not None:
+            raise self.error
+        super().copy(rank, theirs)
+        self.ranks.append(rank)
 
-    def arrived(self, begin: int, end: int) -> None:
-        assert torch.equal(self.buffer[begin:end], self.expected[begin:end])
-        self.count[begin:end] += 1
-        self.longest = max(self.longest, end - begin)
+    def discard(self) -> None:
+        self.discarded += 1
 
 
 PARTS = {
@@ -125,56 +128,79 @@ PARTS = {
     "empty": [0, 2500, 0, 65],
     "of one rank": [0, 0, 0, 4096],
     "equal": [333, 333, 333, 333],
-    "whole pieces": [256, 640, 64, 640],
 }
+
+
+def gathers(comm: MpiCommunicator, counts: list[int], errors: list[Exception | None]):
+    """Gathers of a buffer each, at any address, begun together: by copies that are noted, by none
+    in particular, and by none at all, in turn. Returns the copies, once all bytes were there.
+    """
+    wholes = [torch.arange(sum(counts) + i, dtype=torch.float64)[i:] for i in range(len(errors))]
+    wholes = [(1e3 * whole.sin()).to(torch.uint8) for whole in wholes]
+    memory = torch.zeros(len(errors), sum(counts) + len(errors) + 2, dtype=torch.uint8)
+    gathered = [row[1 + i : sum(counts) + 1 + i] for i, row in enumerate(memory)]
+    noted, waits = [], []
+    for i, (buffer, whole, error) in enumerate(zip(gathered, wholes, errors, strict=True)):
+        buffer.split(counts)[comm.rank].copy_(whole.split(counts)[comm.rank])
+        noted.append(Noted(buffer, counts, error))
+        if i % 3 == 0 or (i % 3 == 1 and comm.rank % 2 == 0):  # ranks need not agree on that
+            waits.append(comm.start_all_gather_by(buffer, counts, noted[i]))
+        elif i % 3 == 1:
+            waits.append(comm.start_all_gather_by(buffer, counts, None))
+        else:
+            waits.append(comm.start_all_gather_(buffer, counts))
+    for wait in reversed(waits):
+        wait()
+    assert all(map(torch.equal, gathered, wholes))
+    assert not memory.sum() - sum(each.sum() for each in wholes)
+    return noted
 
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("chunk", [2**31 - 1, 50])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @on_ranks
-def test_pieces_bring_the_same_bytes(parts, chunk, ranks, monkeypatch):
-    """Of parts of any length, at any address, whoever wants to know of them; two gathers at once
-    are not mixed. Each piece of another rank is told once, when its bytes are there.
-    """
-    monkeypatch.setattr(mpi, "_PIECE", 64)
+def test_parts_are_copied_from_the_memory_of_others(parts, chunk, ranks, monkeypatch):
+    """Large ones, of any length, at any address, whoever copies them."""
+    monkeypatch.setattr(mpi, "_LARGE", 256)
     counts = PARTS[parts][:ranks]
 
     def on_rank(comm):
         comm = MpiCommunicator(comm._comm, chunk=chunk)
         comm.maxima([0])  # since when they know that they share a node
-        wholes = [torch.arange(sum(counts) + i, dtype=torch.float64)[i:] for i in range(3)]
-        wholes = [(1e3 * whole.sin()).to(torch.uint8) for whole in wholes]
-        memory = torch.zeros(3, len(wholes[0]) + 5, dtype=torch.uint8)
-        gathered = [row[1 + i : len(wholes[0]) + 1 + i] for i, row in enumerate(memory)]
-        for buffer, whole in zip(gathered, wholes, strict=True):
-            buffer.split(counts)[comm.rank].copy_(whole.split(counts)[comm.rank])
-        noted = [Noted(*each) for each in zip(gathered, wholes, strict=True)]
-        waits = [comm.start_all_gather_by(gathered[0], counts, noted[0])]
-        wants = comm.rank % 2 == 0  # ranks need not agree on that
-        waits.append(comm.start_all_gather_by(gathered[1], counts, noted[1] if wants else None))
-        waits.append(comm.start_all_gather_(gathered[2], counts))
-        for wait in reversed(waits):
-            wait()
-        assert all(map(torch.equal, gathered, wholes))
-        assert not memory.sum() - sum(each.sum() for each in wholes)
-        is_cut = sum(counts) >= 4 * 64 * ranks
-        for each, told in zip(noted, (is_cut, is_cut and wants, False), strict=True):
-            expected = torch.full_like(each.count, told)
-            expected.split(counts)[comm.rank].zero_()
-            assert torch.equal(each.count, expected)
-            assert each.longest <= min(64, chunk)
-        return is_cut
+        noted = gathers(comm, counts, [None] * 3)
+        is_large = sum(counts) >= 256 * ranks
+        others = [(comm.rank + shift) % ranks for shift in range(1, ranks)] * is_large
+        assert noted[0].ranks == others
+        assert noted[1].ranks == (others if comm.rank % 2 == 0 else [])
+        assert not noted[2].ranks
+        assert comm.shows_parts(256 * ranks)
+        return is_large
 
     assert any(run_ranks("mpi", ranks, on_rank)) == (sum(counts) >= 256 * ranks)
 
 
 @on_ranks
-def test_ranks_of_several_nodes_gather_at_once(monkeypatch):
-    """Where one of them has another name, none cuts a part; and none does before they know."""
+def test_where_a_rank_cannot_read_memory_mpi_gathers(monkeypatch):
+    """From then on, for all, and what some have copied does not count."""
     from mpi4py import MPI
 
-    monkeypatch.setattr(mpi, "_PIECE", 64)
+    monkeypatch.setattr(mpi, "_LARGE", 256)
+    comm = MpiCommunicator(MPI.COMM_WORLD.Dup())
+    comm.maxima([0])
+    refused = PermissionError("planted") if comm.rank == 1 else None
+    noted = gathers(comm, [700] * MPI_RANKS, [None, None, None, refused, refused, None])
+    assert [each.discarded for each in noted] == [0, 0, 0, 1, 0, 0]
+    assert [len(each.ranks) for each in noted[3:]] == [3 * (comm.rank != 1), 0, 0]
+    assert not comm.shows_parts(1 << 30)
+
+
+@on_ranks
+def test_ranks_of_several_nodes_do_not_look_for_memory(monkeypatch):
+    """Where one of them has another name, none does; and none does before they know."""
+    from mpi4py import MPI
+
+    monkeypatch.setattr(mpi, "_LARGE", 256)
     for shared in (True, False):
         comm = MpiCommunicator(MPI.COMM_WORLD.Dup())
         if not shared and comm.rank == 2:
@@ -191,13 +217,13 @@ def test_ranks_of_several_nodes_gather_at_once(monkeypatch):
     [
         ("raises", "PeerFailedError: .*rank 1 raised OSError: planted", "OSError: planted"),
         ("is late", "PeerTimeoutError: .*rank 1 neither came", "PeerTimeoutError"),
-        ("fails to read", "PeerFailedError: .*rank 1 raised MemoryError: planted", "MemoryError"),
+        ("fails to copy", "PeerFailedError: .*rank 1 raised MemoryError: planted", "MemoryError"),
         ("gathers less", "RankMismatchError: .*all_gather_ of", "RankMismatchError"),
     ],
 )
-def test_pieces_that_never_come_end_all_ranks(fault, seen, by_faulty):
+def test_parts_that_are_never_copied_end_all_ranks(fault, seen, by_faulty):
     """As any other collective does, with an error on each."""
-    program = Path(__file__).with_name("faulty_pieces.py")
+    program = Path(__file__).with_name("faulty_copies.py")
     said = run(on_mpi_ranks(3, program, fault), timeout=60).stdout
     for rank, expected in enumerate((seen, by_faulty, seen)):
         assert re.search(f"rank {rank} saw {expected}", said), said

@@ -32,6 +32,7 @@ from zerocast.numerics import (
     FusedOperand,
     Launch,
     LaunchOn,
+    LaunchOnPeer,
     LaunchUpdates,
     Masters,
     Numerics,
@@ -39,6 +40,7 @@ from zerocast.numerics import (
     Operands,
     SharedByte,
 )
+from zerocast.peer_memory import PeerBuffer
 
 
 class CpuBackend(ReferenceBackend):
@@ -162,6 +164,20 @@ class CpuBackend(ReferenceBackend):
         rows = tables.copy_rows(copies, sums, _address)
         launch = self._launch(operation, None, rows, (copies, sums))
         return lambda buffer: launch(_table([[_address(buffer)]]))
+
+    def read_codes(
+        self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None
+    ) -> LaunchOnPeer:
+        rows = tables.copy_rows(copies, sums, _address)
+        launch = self._launch("read_codes", None, rows, (copies, sums))
+
+        def read(peer: PeerBuffer) -> None:
+            table = _table([tables.peer_row(peer)])
+            launch(table)
+            if number := table[-1]:
+                raise OSError(number, os.strerror(number))
+
+        return read
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, _address)

@@ -34,6 +34,7 @@ from zerocast.numerics import (
     PlaneBuffers,
     TensorOperand,
 )
+from zerocast.peer_memory import PeerBuffer
 
 Address = Callable[[torch.Tensor | None], int]
 """A tensor's address, 0 where there is none, or BackendError where the backend cannot take it."""
@@ -317,6 +318,11 @@ def copy_rows(
         for i, copy in enumerate(copies)
         for digest in [(copy.first, base + 8 * i) if base and copy.first is not None else (0, 0)]
     ]
+
+
+def peer_row(peer: PeerBuffer) -> list[int]:
+    """PeerBuffer, without an error."""
+    return [*peer, 0]
 
 
 def comparison_row(target: Comparison, address: Address) -> list[int]:

@@ -3,10 +3,10 @@
 What ranks compare has to be read, and reading it once more from memory takes as long as a tenth of
 a small cast and its gather. A gather that copies what a rank sends into a buffer, and what all have
 sent out of it, has every byte in a register on the way: a digest taken there costs next to nothing.
-So has a gather of threads, which copy large codes from each other where these stay. A large gather
-over MPI on one node tells each piece when it has arrived, and still lies in a cache. What else
-transports write there, and what a rank itself has sent, is read from memory, but for what derived
-copies are made of (:class:`zerocast.tensors.post_gather.Rebuild`), and for what its cast has taken
+So has a gather of ranks that copy large codes from each other where these stay: of threads, and of
+processes of one node over MPI. What other transports write there, and what a rank itself has sent,
+is read from memory, but for what derived copies are made of
+(:class:`zerocast.tensors.post_gather.Rebuild`), and for what its cast has taken
 (:class:`zerocast.tensors.cast_steps.CastDigests`).
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.
 """
@@ -16,17 +16,20 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.backends.launches import nothing
 from zerocast.comm.communicator import PartCopies
-from zerocast.numerics import CodeCopy, DigestedBytes, Launch, LaunchOn
+from zerocast.numerics import CodeCopy, DigestedBytes
+from zerocast.peer_memory import PeerBuffer
 from zerocast.tensors.digest import TakenDigests, clear_sums
 
+T = TypeVar("T")
 
-class CopiedDigests(TakenDigests):
+
+class CopiedDigests(TakenDigests, Generic[T]):
     """A launch that copies codes, with the digests of those copies that have a ``first``.
 
     Args:
@@ -35,7 +38,7 @@ class CopiedDigests(TakenDigests):
     """
 
     def __init__(
-        self, copies: Sequence[CodeCopy], prepare: Callable[[torch.Tensor], LaunchOn]
+        self, copies: Sequence[CodeCopy], prepare: Callable[[torch.Tensor], Callable[[T], None]]
     ) -> None:
         super().__init__([
             None
@@ -45,18 +48,17 @@ class CopiedDigests(TakenDigests):
         ])  # fmt: skip
         self._launch = prepare(self.sums)
 
-    def __call__(self, buffer: torch.Tensor) -> None:
+    def __call__(self, buffer: T) -> None:
         """Copy into ``buffer``, or out of it."""
         self.clear()
         self._launch(buffer)
 
 
 class CopiesInPlace(PartCopies):
-    """What copies the parts of an all-gather whose codes stay where they are, or reads them as they
-    arrive; see :meth:`zerocast.comm.Communicator.start_all_gather_by`.
+    """What copies the parts of an all-gather whose codes stay where they are; see
+    :meth:`zerocast.comm.Communicator.start_all_gather_by`.
 
     Args:
-        rank: this rank.
         ranges: of each rank the ranges of the buffer's bytes that it sends, and the place of the
             first in its weight's codes.
 
@@ -64,14 +66,8 @@ class CopiesInPlace(PartCopies):
         copied: the digests that the latest gather took on the way.
     """
 
-    def __init__(self, rank: int, ranges: Sequence[Sequence[tuple[slice, int]]]) -> None:
+    def __init__(self, ranges: Sequence[Sequence[tuple[slice, int]]]) -> None:
         self._ranges = ranges
-        self._received = [
-            (at.start, at.stop, first)
-            for sender, its_ranges in enumerate(ranges)
-            for at, first in its_ranges
-            if sender != rank and at.start < at.stop
-        ]
         self.copied: list[TakenDigests] = []
         self._takes_digests = False
         self._address: int | None = None
@@ -84,45 +80,28 @@ class CopiesInPlace(PartCopies):
         if (buffer.data_ptr(), takes_digests) != (self._address, self._takes_digests):
             self._address, self._takes_digests = buffer.data_ptr(), takes_digests
             self._buffer = buffer
-            self._copies: dict[int, LaunchOn] = {}
-            self._digests: dict[tuple[int, int], Launch] = {}
-            self._arrived = TakenDigests([
-                (self._address + start - first, first, first + stop - start)
-                for start, stop, first in self._received
-            ])  # fmt: skip
-        self._arrived.clear()
+            self._copies: dict[int, Callable[[Any], None]] = {}
         return self
 
-    def copy(self, rank: int, theirs: torch.Tensor) -> None:
-        launch = self._copies.get(rank) or self._copies.setdefault(rank, self._copy_of(rank))
+    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
+        launch = self._copies.get(rank)
+        if launch is None:
+            launch = self._copies[rank] = self._copy_of(rank, isinstance(theirs, PeerBuffer))
         launch(theirs)
         if isinstance(launch, CopiedDigests):
             self.copied.append(launch)
 
-    def _copy_of(self, rank: int) -> LaunchOn:
+    def discard(self) -> None:
+        self.copied = []
+
+    def _copy_of(self, rank: int, is_of_process: bool) -> Callable[[Any], None]:
         buffer = self._buffer
         backend = backend_for(buffer.device)
         copies = [CodeCopy(buffer[at], at.start, first) for at, first in self._ranges[rank]]
-        prepare = partial(backend.store_codes, copies, ())
+        prepare: Callable[..., Callable[[Any], None]] = partial(backend.store_codes, copies, ())
+        if is_of_process:
+            prepare = partial(backend.read_codes, copies)
         return CopiedDigests(copies, prepare) if self._takes_digests else prepare()
-
-    def arrived(self, begin: int, end: int) -> None:
-        if self._takes_digests:
-            at, self.copied = (begin, end), [self._arrived]
-            launch = self._digests.get(at) or self._digests.setdefault(at, self._digest_of(*at))
-            launch()
-
-    def _digest_of(self, begin: int, end: int) -> Launch:
-        """What adds the digests of a piece to those of the ranges that it has bytes of."""
-        cut = [i for i, (a, b, _) in enumerate(self._received) if a < end and begin < b]
-        if not cut:
-            return nothing
-        pieces = []
-        for start, stop, first in self._received[cut[0] : cut[-1] + 1]:
-            at = max(start, begin)
-            pieces.append(DigestedBytes(self._buffer[at : min(stop, end)], first + at - start))
-        sums = self._arrived.sums[cut[0] : cut[-1] + 1]
-        return backend_for(self._buffer.device).digest(pieces, sums)
 
 
 class HeldDigests:

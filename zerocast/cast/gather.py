@@ -151,7 +151,7 @@ class CodeGather:
         self.is_flat = self.takes_digests = self._is_decided = False
         self.digested: Collection[int] = ()
         self._in_place: torch.Tensor | None = None
-        self._in_place_copies = CopiesInPlace(comm.rank, sent)
+        self._in_place_copies = CopiesInPlace(sent)
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
         self.look()

@@ -16,6 +16,7 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.buffers import Parts
+from zerocast.peer_memory import PeerBuffer, read
 
 Wait: TypeAlias = Callable[[], None]
 """Returns when a collective that was begun is over; it is called once."""
@@ -25,14 +26,34 @@ class PartCopies(ABC):
     """What takes part in the copying of an all-gather of bytes, as far as the transport lets it."""
 
     @abstractmethod
-    def copy(self, rank: int, theirs: torch.Tensor) -> None:
-        """Copy the part of ``rank`` from ``theirs``, that rank's buffer, into this one's."""
+    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
+        """Copy the part of ``rank`` from ``theirs``, that rank's buffer, into this one's.
+
+        Raises:
+            OSError: where it is a buffer of another process that this one cannot read.
+        """
 
     @abstractmethod
-    def arrived(self, begin: int, end: int) -> None:
-        """Take note that the transport has written bytes ``begin`` to ``end`` of the buffer, of one
-        rank's part, just now.
-        """
+    def discard(self) -> None:
+        """Take note that the transport writes all parts itself after all."""
+
+
+class PlainCopies(PartCopies):
+    """Copies the parts of ``flat``, uint8, which are ``chunks`` bytes each."""
+
+    def __init__(self, flat: torch.Tensor, chunks: Sequence[int]) -> None:
+        self._parts = flat.split(list(chunks))
+
+    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
+        part = self._parts[rank]
+        start = part.storage_offset() - self._parts[0].storage_offset()
+        if isinstance(theirs, PeerBuffer):
+            read(theirs, start, part)
+        else:
+            part.copy_(theirs[start : start + len(part)])
+
+    def discard(self) -> None:
+        pass
 
 
 class Communicator(ABC):
@@ -125,8 +146,7 @@ class Communicator(ABC):
     ) -> Wait:
         """:meth:`start_all_gather_` of bytes, which other ranks may call instead. Of a large buffer
         on the CPU a transport that has the other ranks' buffers at hand lets ``copies`` copy the
-        others' parts; nobody writes this rank's meanwhile. One that writes the buffer piece by
-        piece tells it every piece of these parts once, before the wait is over.
+        others' parts; nobody writes this rank's meanwhile.
         """
         return self.start_all_gather_(buffer, counts)
 

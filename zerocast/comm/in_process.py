@@ -31,6 +31,7 @@ from zerocast.comm.communicator import (
     Communicator,
     PartCopies,
     Parts,
+    PlainCopies,
     Wait,
     nothing_to_wait_for,
 )
@@ -129,13 +130,10 @@ class InProcessCommunicator(Communicator):
 
             flat.copy_(self._exchange(signature, flat, fill))
             return
-        call, parts = _Call(signature, flat), flat.split(chunks)
+        call, copies = _Call(signature, flat), copies or PlainCopies(flat, chunks)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
             if rank != self.rank:  # nobody writes the part that others read
-                if copies is None:
-                    parts[rank].copy_(theirs.split(chunks)[rank])
-                else:
-                    copies.copy(rank, theirs)
+                copies.copy(rank, theirs)
             del theirs  # its rank may let go of it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
 

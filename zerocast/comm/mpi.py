@@ -8,8 +8,10 @@ tensor, another would change its values).
 One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
 length work the same with every MPI library, not only with one that has MPI-4's large counts.
 
-A large all-gather among ranks of one node is many messages, all begun at once: that takes hardly
-longer than one call, and of each piece the digest can be taken while it is in a cache.
+In a large all-gather among ranks of one node, each copies the others' parts out of their memory,
+which takes two small collectives: all tell where their buffers are, and all have read. A digest of
+what is copied is taken while it is in a cache. Where a rank may not read another's memory, MPI
+gathers.
 
 NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mpi_peers`).
 """
@@ -17,36 +19,35 @@ NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerocast.arguments import check_integer
 from zerocast.comm.buffers import Exchange, gather_operands
-from zerocast.comm.communicator import PartCopies, Parts, Wait
+from zerocast.comm.communicator import (
+    PartCopies,
+    Parts,
+    PlainCopies,
+    Wait,
+    nothing_to_wait_for,
+)
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
 from zerocast.comm.peers import MAXIMA, Begin
 from zerocast.comm.processes import ProcessCommunicator, text_of_gather
 from zerocast.errors import BackendError, InputError
+from zerocast.peer_memory import PeerBuffer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_TAG, _PIECE_TAGS = 24331, range(24399, 28495)
-"""The tags of messages between two ranks, which tell them from a caller's on the same communicator:
-of an all-to-all, and the pieces of an all-gather. Those of two may be received in any order.
+_TAG = 24331
+"""The tag of an all-to-all's messages, which tells them from a caller's on the same communicator.
 """
 
-_PIECE = 1 << 19
-"""Bytes of a piece, which stay in a cache until they are read: 40 MiB on a core with 2 MiB of cache
-took 2.4 to 2.7 ms by pieces of 256 or 512 KiB, and 2.6 to 4.0 by larger ones.
-"""
-
-_FEWEST = 4
-"""Pieces of a part, on average: gathers of fewer are one call."""
+_LARGE = 1 << 21
+"""Bytes of a part, on average, from which on ranks of one node copy them from each other."""
 
 
 def import_mpi() -> Any:
@@ -147,21 +148,49 @@ class MpiCommunicator(ProcessCommunicator):
         self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
     ) -> Wait:
         flat, chunks = gather_operands(buffer, counts, self.size)
-        if copies is None or not flat.is_cpu or not self.shows_parts(flat.numel()):
+        if not flat.is_cpu:
             return self.start_all_gather_(buffer, counts)
-        pieces, tag = self._pieces(chunks), self._piece_tag()
-        begin = lambda: self._send_pieces(flat, pieces, tag)  # noqa: E731
-        receives = [
-            (partial(self._receive_piece, flat, tag, *piece), partial(copies.arrived, *piece[1:]))
-            for piece in pieces
-            if piece[0] != self.rank
-        ]
-        text = text_of_gather(flat, chunks)
-        return self._peers.start(text, begin, flat, self.timeout, receives=receives)
+        return self._start_all_gather(flat, chunks, copies)
 
     def shows_parts(self, size: int) -> bool:
-        is_large = size >= _FEWEST * self.size * _PIECE
-        return is_large and self._peers.share_node and self._served == ("cpu",)
+        is_served = self._served == ("cpu",) and self._peers.share_node
+        return size >= self.size * _LARGE and is_served and self._peers.reads_memory
+
+    def _start_all_gather(
+        self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies | None = None
+    ) -> Wait:
+        if self.shows_parts(flat.numel()):
+            if self._gather_from_memory(flat, chunks, copies or PlainCopies(flat, chunks)):
+                return nothing_to_wait_for
+            self._peers.reads_memory = False
+        return super()._start_all_gather(flat, chunks)
+
+    def _gather_from_memory(
+        self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies
+    ) -> bool:
+        """Let ``copies`` copy the parts of all others; return whether every rank could do that."""
+        told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
+        told[self.rank] = torch.tensor(PeerBuffer.of(flat), device="cpu")
+        memory, count, kind = self._memory(told)
+        gathered = [memory, count // self.size, kind]
+        unread: list[OSError] = []
+
+        def copy_all() -> None:
+            for shift in range(1, self.size):  # not all from the same one
+                rank = (self.rank + shift) % self.size
+                try:
+                    copies.copy(rank, PeerBuffer(*told[rank].tolist()))
+                except OSError as error:
+                    unread.append(error)
+
+        text = text_of_gather(flat, chunks)
+        begin = lambda: [self._comm.Iallgather(self._mpi.IN_PLACE, gathered)]  # noqa: E731
+        self._peers.start(text, begin, (flat, told), self.timeout, then=copy_all)()
+        # Until all have read, this rank's part is not written, and none uses what it has read.
+        if not any(self._peers.maxima(f"the end of {text}", [bool(unread)], self.timeout)):
+            return True
+        copies.discard()
+        return False
 
     def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
         return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
@@ -180,13 +209,6 @@ class MpiCommunicator(ProcessCommunicator):
         ]
 
     def _begin_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> list[MPI.Request]:
-        if self.shows_parts(flat.numel()):
-            pieces, tag = self._pieces(chunks), self._piece_tag()
-            others = [piece for piece in pieces if piece[0] != self.rank]
-            return [
-                *(self._receive_piece(flat, tag, *piece) for piece in others),
-                *self._send_pieces(flat, pieces, tag),
-            ]
         if flat.numel() <= self._chunk:
             memory, _, kind = self._memory(flat)
             return [self._comm.Iallgatherv(self._mpi.IN_PLACE, [memory, chunks, kind])]
@@ -194,33 +216,6 @@ class MpiCommunicator(ProcessCommunicator):
         # place, and no more bytes travel than in a gather.
         parts = enumerate(flat.split(chunks))
         return [each for root, part in parts for each in self._begin_broadcast(part, root)]
-
-    def _pieces(self, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
-        """The rank, the begin and the end of each piece, in the order in which they are sent."""
-        size, ends = min(_PIECE, self._chunk), list(accumulate(chunks))
-        pieces = [
-            (at, (self.rank - rank) % self.size, rank, ends[rank] - count + at, count - at)
-            for rank, count in enumerate(chunks)
-            for at in range(0, count, size)
-        ]
-        return [(rank, begin, begin + min(size, rest)) for *_, rank, begin, rest in sorted(pieces)]
-
-    def _piece_tag(self) -> int:
-        """The tag of the pieces of the all-gather that comes next."""
-        return _PIECE_TAGS[self._peers.next_number % len(_PIECE_TAGS)]
-
-    def _receive_piece(
-        self, flat: torch.Tensor, tag: int, rank: int, begin: int, end: int
-    ) -> MPI.Request:
-        return self._comm.Irecv(self._memory(flat[begin:end]), rank, tag)
-
-    def _send_pieces(
-        self, flat: torch.Tensor, pieces: Sequence[tuple[int, int, int]], tag: int
-    ) -> list[MPI.Request]:
-        """Begin to send this rank's own to all others."""
-        own = [self._memory(flat[at:end]) for rank, at, end in pieces if rank == self.rank]
-        others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
-        return [self._comm.Isend(piece, to, tag) for piece in own for to in others]
 
     def _exchanges_in_place(self, given: Exchange) -> bool:
         return given.is_equal and given.buffer.numel() <= self._chunk

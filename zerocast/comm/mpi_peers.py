@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerocast.comm.communicator import Wait
+from zerocast.comm.communicator import Wait, nothing_to_wait_for
 from zerocast.comm.failure import LEFT, Said
 from zerocast.comm.peers import HEADER, MAXIMA, Begin, Call, Peers
 from zerocast.errors import PeerFailedError
@@ -43,10 +43,6 @@ _NOTICE_TAG, _HEADER_TAG = 24332, 24333
 _LAST = 5.0
 _PRINTS = 0.3
 """Seconds in which a launcher can pass on printed output, before the job is aborted."""
-_AHEAD = 2
-"""Receives that are begun before the one that is waited for. What they bring is to stay in a cache
-until it is read; when all are begun at once, all may have come before the first is.
-"""
 _BUSY = 1.0
 """Seconds for which a rank waits without sleeping."""
 
@@ -60,6 +56,8 @@ class MpiPeers(Peers):
     Attributes:
         share_node: whether all ranks are known to be on one node: since the latest collective that
             reduces, so on all of them alike.
+        reads_memory: whether none is known to be unable to read the memory of another: on all of
+            them alike.
     """
 
     _key: int | None = None
@@ -72,6 +70,7 @@ class MpiPeers(Peers):
         self._kept: list[Any] = []
         self._status = mpi.Status()
         self._node, self.share_node = zlib.crc32(mpi.Get_processor_name().encode()) >> 1, False
+        self.reads_memory = True
         if not _at_exit:
             atexit.register(_leave_all)
         _at_exit.add(self)
@@ -88,14 +87,9 @@ class MpiPeers(Peers):
         assert isinstance(peers, MpiPeers)
         return peers
 
-    @property
-    def next_number(self) -> int:
-        """The place that the next collective has in the order of the group's."""
-        return self._count + 1
-
     def start(
         self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False,
-        receives: Sequence[tuple[Callable[[], MPI.Request], Callable[[], None]]] = (),
+        then: Callable[[], None] = nothing_to_wait_for,
     ) -> Wait:  # fmt: skip
         """Begin a collective; return what waits for it.
 
@@ -106,8 +100,7 @@ class MpiPeers(Peers):
             timeout: seconds to wait for others.
             reduces: whether values are reduced, which MPI cannot do with another collective's data:
                 then no rank begins before all have called it.
-            receives: what is received while it is waited for, in order, :data:`_AHEAD` at a time:
-                what begins each, and what is called as soon as it is done.
+            then: what belongs to the collective and is called when MPI has done its part.
 
         Raises:
             ZerocastError: where the group has failed before, or another rank has told that it will
@@ -129,17 +122,10 @@ class MpiPeers(Peers):
             with self._failing(made, memory):
                 if header is not None:
                     self._compare(made, *header)
-                # One by one: to ask for all of many again and again would take longer than they.
-                received = len(made.requests)
-                for begun in range(len(receives) + _AHEAD):
-                    if begun < len(receives):
-                        made.requests.append(receives[begun][0]())
-                    if (done := begun - _AHEAD) >= 0:
-                        self._until(made, made.requests[received + done].Test)
-                        receives[done][1]()
-                for request in requests:
+                for request in requests:  # to ask for all of many again would take longer
                     self._until(made, request.Test)
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
+                then()
 
         return wait
 

@@ -19,12 +19,16 @@ from zerocast.numerics.operands import (
     Operands,
     SharedByte,
 )
+from zerocast.peer_memory import PeerBuffer
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
 
 LaunchOn = Callable[[torch.Tensor], None]
 """The same of an operation on one further buffer, uint8 and contiguous, given to each launch."""
+
+LaunchOnPeer = Callable[[PeerBuffer], None]
+"""The same, of a buffer that belongs to another process."""
 
 
 LaunchUpdates = Callable[[Sequence[AdamWUpdate | None]], None]
@@ -139,6 +143,13 @@ class Backend(Protocol):
         sums: torch.Tensor | None = None,
     ) -> LaunchOn:
         """Copy codes from there into the weights, with digests, and put shared bytes together."""
+
+    def read_codes(
+        self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None
+    ) -> LaunchOnPeer:
+        """Copy codes on the CPU from another process' buffer, with digests. Where it cannot be
+        read, the launch raises OSError.
+        """
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo

@@ -137,7 +137,7 @@ class Bucket:
             for owner, part in self.layout.owners(extent):
                 at = slice(entries(part.start), entries(part.end))
                 ranges[owner].append((at, at.start - entries(extent.start)))
-        return CopiesInPlace(rank, ranges)
+        return CopiesInPlace(ranges)
 
 
 class ShardedWeights:

@@ -33,6 +33,7 @@ from zerocast.numerics import (
     FusedOperand,
     Launch,
     LaunchOn,
+    LaunchOnPeer,
     LaunchUpdates,
     Masters,
     Numerics,
@@ -42,6 +43,7 @@ from zerocast.numerics import (
     SharedByte,
     TensorOperand,
 )
+from zerocast.peer_memory import PeerBuffer, read
 
 T = TypeVar("T")
 
@@ -155,9 +157,18 @@ class ReferenceBackend:
 
         return self._with_digests(launch, copies, sums)
 
+    def read_codes(
+        self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None
+    ) -> LaunchOnPeer:
+        def launch(peer: PeerBuffer) -> None:
+            for copy in copies:
+                read(peer, copy.staged, copy.codes)
+
+        return self._with_digests(launch, copies, sums)
+
     def _with_digests(
-        self, copy: LaunchOn, copies: Sequence[CodeCopy], sums: torch.Tensor | None
-    ) -> LaunchOn:
+        self, copy: Callable[[T], None], copies: Sequence[CodeCopy], sums: torch.Tensor | None
+    ) -> Callable[[T], None]:
         """``copy``, and then the digests of those of ``copies`` of which they are wanted."""
         if sums is None:
             return copy
@@ -165,7 +176,7 @@ class ReferenceBackend:
                   for c in copies]  # fmt: skip
         digest = self.digest(ranges, sums)
 
-        def launch(buffer: torch.Tensor) -> None:
+        def launch(buffer: T) -> None:
             copy(buffer)
             digest()
 

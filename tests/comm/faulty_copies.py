@@ -1,6 +1,6 @@
-"""MPI ranks gather large parts twice, with a timeout of 1 s; the second time rank 1 does something
-else, which is this program's argument. Every rank prints what came of it, at the latest in the
-collective that follows.
+"""MPI ranks copy large parts from each other's memory twice, with a timeout of 1 s; the second time
+rank 1 does something else, which is this program's argument. Every rank prints what came of it, at
+the latest in the collective that follows.
 """
 
 import sys
@@ -9,35 +9,33 @@ import time
 import torch
 
 from zerocast.comm import MpiCommunicator, mpi, mpi_peers
-from zerocast.comm.communicator import PartCopies
+from zerocast.comm.communicator import PlainCopies
+from zerocast.peer_memory import PeerBuffer
 
 FAULT = sys.argv[1]
 
 
-class Reader(PartCopies):
-    """Fails on rank 1 at its fifth piece, where that is the fault."""
+class Copies(PlainCopies):
+    """Fails on rank 1 at its second part of the second gather, where that is the fault."""
 
-    pieces = 0
+    parts = 0
 
-    def copy(self, rank: int, theirs: torch.Tensor) -> None:
-        raise AssertionError("MPI has no other rank's buffer")
-
-    def arrived(self, begin: int, end: int) -> None:
-        self.pieces += 1
-        if FAULT == "fails to read" and comm.rank == 1 and self.pieces == 5:
+    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
+        self.parts += 1
+        if FAULT == "fails to copy" and comm.rank == 1 and self.parts == 4:
             raise MemoryError("planted")
+        super().copy(rank, theirs)
 
 
-mpi._PIECE = 1 << 16
+mpi._LARGE = 1 << 16
 if FAULT != "is late":  # else the job is to last until it has come
     mpi_peers._LAST = 0.5
 comm = MpiCommunicator(timeout=1.0)
 assert comm.maxima([comm.rank]) == [comm.size - 1]
 buffer = torch.zeros(comm.size << 20, dtype=torch.uint8)
-reader = Reader()
-if FAULT != "fails to read":
-    comm.start_all_gather_by(buffer, None, reader)()
-    assert reader.pieces == 16 * (comm.size - 1)
+copies = Copies(buffer, [1 << 20] * comm.size)
+comm.start_all_gather_by(buffer, None, copies)()
+assert copies.parts == comm.size - 1
 said = "nothing"
 try:
     if comm.rank == 1 and FAULT == "raises":
@@ -46,7 +44,7 @@ try:
         time.sleep(1.5)
     if comm.rank == 1 and FAULT == "gathers less":
         buffer = buffer[: -comm.size].clone()
-    comm.start_all_gather_by(buffer, None, reader)()
+    comm.start_all_gather_by(buffer, None, copies)()
     comm.barrier()
 except Exception as error:
     comm.announce(error)

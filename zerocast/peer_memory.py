@@ -1,0 +1,73 @@
+"""The memory of other processes of one machine, which the system may let a process read.
+
+On Linux that takes ``process_vm_readv``: between processes of one user, unless a container or
+ptrace's settings (Yama) forbid it. It reads what is there; who writes it when is for the caller to
+settle with the other process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from typing import NamedTuple
+
+import torch
+
+_TOKEN = ctypes.c_int64(secrets.randbits(63))
+
+
+class PeerBuffer(NamedTuple):
+    """A buffer of some process.
+
+    Attributes:
+        process: the process' number, as it sees itself.
+        address: the address of the first byte.
+        token_address, token: where that process holds this number; another one that is found under
+            its number does not.
+    """
+
+    process: int
+    address: int
+    token_address: int
+    token: int
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> PeerBuffer:
+        """Return what other processes need to know of ``buffer``, on the CPU and contiguous."""
+        return cls(os.getpid(), buffer.data_ptr(), ctypes.addressof(_TOKEN), _TOKEN.value)
+
+
+def read(peer: PeerBuffer, start: int, into: torch.Tensor) -> None:
+    """Copy the bytes of ``peer`` from byte ``start`` on into ``into``, uint8 and contiguous.
+
+    Raises:
+        OSError: where they cannot be read: by the system, or because it is another process.
+    """
+    token = ctypes.c_int64()
+    _read(peer.process, peer.token_address, ctypes.addressof(token), ctypes.sizeof(token))
+    if token.value != peer.token:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    _read(peer.process, peer.address + start, into.data_ptr(), into.nbytes)
+
+
+class _Memory(ctypes.Structure):
+    """An iovec."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def _read(process: int, address: int, to: int, size: int) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    function.restype = ctypes.c_ssize_t
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    while size > 0:  # one call may read less
+        local, remote = _Memory(to, size), _Memory(address, size)
+        done = function(process, ctypes.byref(local), one, ctypes.byref(remote), one, none)
+        if done <= 0:
+            number = ctypes.get_errno() if done < 0 else errno.EFAULT
+            raise OSError(number, os.strerror(number))
+        to, address, size = to + done, address + done, size - done
