@@ -170,7 +170,7 @@ class MpiCommunicator(ProcessCommunicator):
     ) -> bool:
         """Let ``copies`` copy the parts of all others; return whether every rank could do that."""
         told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
-        told[self.rank] = torch.tensor(PeerBuffer.of(flat), device="cpu")
+        told[self.rank] = torch.tensor(PeerBuffer.of(flat), dtype=torch.int64, device="cpu")
         memory, count, kind = self._memory(told)
         gathered = [memory, count // self.size, kind]
         unread: list[OSError] = []
