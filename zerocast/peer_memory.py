@@ -22,10 +22,10 @@ class PeerBuffer(NamedTuple):
     """A buffer of some process.
 
     Attributes:
-        process: the process' number, as it sees itself.
+        process: the number of the process, as it sees itself.
         address: the address of the first byte.
-        token_address, token: where that process holds this number; another one that is found under
-            its number does not.
+        token_address, token: the address at which that process holds this random number. Another
+            process that is found by the same number does not hold it there.
     """
 
     process: int
@@ -52,8 +52,8 @@ def read(peer: PeerBuffer, start: int, into: torch.Tensor) -> None:
     _read(peer.process, peer.address + start, into.data_ptr(), into.nbytes)
 
 
-class _Memory(ctypes.Structure):
-    """An iovec."""
+class _Iovec(ctypes.Structure):
+    """What ``process_vm_readv`` takes of a range of memory."""
 
     _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
@@ -65,7 +65,7 @@ def _read(process: int, address: int, to: int, size: int) -> None:
     function.restype = ctypes.c_ssize_t
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     while size > 0:  # one call may read less
-        local, remote = _Memory(to, size), _Memory(address, size)
+        local, remote = _Iovec(to, size), _Iovec(address, size)
         done = function(process, ctypes.byref(local), one, ctypes.byref(remote), one, none)
         if done <= 0:
             number = ctypes.get_errno() if done < 0 else errno.EFAULT

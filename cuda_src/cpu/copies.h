@@ -17,8 +17,8 @@ struct CopyTarget {
 };
 static_assert(sizeof(CopyTarget) == 5 * sizeof(i64), "a row that Python writes");
 
-// A buffer in the memory of another process, which holds `token` at `token_address`: no other
-// process does that has its number by now, or has it among other processes' numbers.
+// A buffer in the memory of another process, which holds the random number `token` at
+// `token_address`. Another process that is found by the same number does not hold it there.
 struct PeerBuffer {
     i64 process;
     u64 address;

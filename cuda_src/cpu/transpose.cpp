@@ -7,7 +7,7 @@
 // combined between the first step and the second.
 //
 // Before the first step the lines that it is going to read may pass through the registers for their
-// digest, too: 8192x5120 bytes take 10 to 21 % longer with it, and as many nibbles 10 to 12 % (one
+// digest, too: 8192x5120 bytes take 9 to 21 % longer with it, and as many nibbles 10 to 12 % (one
 // thread of an Emerald Rapids).
 #include <string.h>
 
@@ -142,7 +142,7 @@ struct Bytes {
 // A panel is so many blocks side by side. Digests are taken of its rows when the first of these
 // blocks is transposed, and the others find them in the second-level cache: the sums over a run of
 // lines are multiplied once, and by runs of two lines, of one block, bytes took 33 to 64 % longer
-// than without a digest, by runs of 16 lines 10 to 33 %. Runs of 32 brought nothing more.
+// than without a digest, by runs of 16 lines 9 to 33 %. Runs of 32 brought nothing more.
 constexpr i64 PANEL_COLS = 8 * BLOCK_COLS;
 
 // The digest of rows [row, row_end) of columns [col, col_end), which are whole lines of it; in

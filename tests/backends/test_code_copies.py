@@ -80,8 +80,8 @@ def test_many_bytes(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
 def test_codes_are_read_from_another_process(isa: str) -> None:
-    """From any place to any other, and their digests, on one thread or several; of a process that
-    is not the one that is meant, or has no such memory, an error.
+    """From any place to any other, and their digests; of a process that is not the one that is
+    meant, or has no such memory, an error. It is this process, which is read as another one is.
     """
     theirs = draw_values("normal", 5 << 16, 5).view(torch.uint8)
     peer = PeerBuffer.of(theirs)

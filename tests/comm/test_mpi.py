@@ -132,8 +132,8 @@ PARTS = {
 
 
 def gathers(comm: MpiCommunicator, counts: list[int], errors: list[Exception | None]):
-    """Gathers of a buffer each, at any address, begun together: by copies that are noted, by none
-    in particular, and by none at all, in turn. Returns the copies, once all bytes were there.
+    """Gathers of a buffer each, at any address, begun together: in turn by copies that are noted,
+    by these on even ranks alone, and plainly. Returns the copies, once all bytes were there.
     """
     wholes = [torch.arange(sum(counts) + i, dtype=torch.float64)[i:] for i in range(len(errors))]
     wholes = [(1e3 * whole.sin()).to(torch.uint8) for whole in wholes]
@@ -143,10 +143,9 @@ def gathers(comm: MpiCommunicator, counts: list[int], errors: list[Exception | N
     for i, (buffer, whole, error) in enumerate(zip(gathered, wholes, errors, strict=True)):
         buffer.split(counts)[comm.rank].copy_(whole.split(counts)[comm.rank])
         noted.append(Noted(buffer, counts, error))
-        if i % 3 == 0 or (i % 3 == 1 and comm.rank % 2 == 0):  # ranks need not agree on that
-            waits.append(comm.start_all_gather_by(buffer, counts, noted[i]))
-        elif i % 3 == 1:
-            waits.append(comm.start_all_gather_by(buffer, counts, None))
+        if i % 3 < 2:
+            copies = noted[i] if i % 3 == 0 or comm.rank % 2 == 0 else None  # not alike on all
+            waits.append(comm.start_all_gather_by(buffer, counts, copies))
         else:
             waits.append(comm.start_all_gather_(buffer, counts))
     for wait in reversed(waits):

@@ -98,9 +98,11 @@ class CopiesInPlace(PartCopies):
         buffer = self._buffer
         backend = backend_for(buffer.device)
         copies = [CodeCopy(buffer[at], at.start, first) for at, first in self._ranges[rank]]
-        prepare: Callable[..., Callable[[Any], None]] = partial(backend.store_codes, copies, ())
-        if is_of_process:
-            prepare = partial(backend.read_codes, copies)
+        prepare: Callable[..., Callable[[Any], None]] = (
+            partial(backend.read_codes, copies)
+            if is_of_process
+            else partial(backend.store_codes, copies, ())
+        )
         return CopiedDigests(copies, prepare) if self._takes_digests else prepare()
 
 

@@ -42,15 +42,15 @@ class PlainCopies(PartCopies):
     """Copies the parts of ``flat``, uint8, which are ``chunks`` bytes each."""
 
     def __init__(self, flat: torch.Tensor, chunks: Sequence[int]) -> None:
-        self._parts = flat.split(list(chunks))
+        self._flat, self._chunks = flat, chunks
 
     def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
-        part = self._parts[rank]
-        start = part.storage_offset() - self._parts[0].storage_offset()
+        start = sum(self._chunks[:rank])
+        part = slice(start, start + self._chunks[rank])
         if isinstance(theirs, PeerBuffer):
-            read(theirs, start, part)
+            read(theirs, start, self._flat[part])
         else:
-            part.copy_(theirs[start : start + len(part)])
+            self._flat[part].copy_(theirs[part])
 
     def discard(self) -> None:
         pass

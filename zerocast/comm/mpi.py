@@ -153,8 +153,9 @@ class MpiCommunicator(ProcessCommunicator):
         return self._start_all_gather(flat, chunks, copies)
 
     def shows_parts(self, size: int) -> bool:
-        is_served = self._served == ("cpu",) and self._peers.share_node
-        return size >= self.size * _LARGE and is_served and self._peers.reads_memory
+        if size < self.size * _LARGE or self._served != ("cpu",):
+            return False
+        return self._peers.share_node and self._peers.reads_memory
 
     def _start_all_gather(
         self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies | None = None

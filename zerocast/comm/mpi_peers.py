@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerocast.comm.communicator import Wait, nothing_to_wait_for
+from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import LEFT, Said
 from zerocast.comm.peers import HEADER, MAXIMA, Begin, Call, Peers
 from zerocast.errors import PeerFailedError
@@ -89,7 +89,7 @@ class MpiPeers(Peers):
 
     def start(
         self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False,
-        then: Callable[[], None] = nothing_to_wait_for,
+        then: Callable[[], None] | None = None,
     ) -> Wait:  # fmt: skip
         """Begin a collective; return what waits for it.
 
@@ -125,7 +125,8 @@ class MpiPeers(Peers):
                 for request in requests:  # to ask for all of many again would take longer
                     self._until(made, request.Test)
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
-                then()
+                if then is not None:
+                    then()
 
         return wait
 

@@ -86,7 +86,7 @@ class Bucket:
         self.first_column = first_column
         self.sizes = [kind.entries(self.layout.numel)] * kind.planes
         self.flats: list[torch.Tensor] = []
-        self.copies = [self._copies(comm.rank) for _ in self.sizes]
+        self.copies = [self._copies() for _ in self.sizes]
 
     def shards(self, rank: int) -> list[Shard]:
         """Return what ``rank`` owns of each member."""
@@ -127,8 +127,8 @@ class Bucket:
                 parts = copies.begin(flat, takes_digests=self.takes_digests)
                 comm.start_all_gather_by(flat, None, parts)()
 
-    def _copies(self, rank: int) -> CopiesInPlace | None:
-        """What copies codes to ``rank``, but for what pads them."""
+    def _copies(self) -> CopiesInPlace | None:
+        """What copies codes from other ranks, but for what pads them."""
         if not self.kind.is_codes:
             return None
         entries = self.kind.entries
