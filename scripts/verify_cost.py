@@ -9,10 +9,8 @@ of plans that cast the same masters into the same weights. Printed are medians o
 the ratio to the mean of both steps without it, and of the ratio of these two, which says what a
 ratio is worth. It is to be read beside its count: the digest of codes is taken as a gather copies
 them, and the rest (scales, and what two ranks share) is read from memory. With --in-place, codes
-lie as they travel: threads, and MPI's ranks of one node, copy them from each other, and digests are
-taken meanwhile, and of a rank's own as it casts them; over gloo as columnwise copies are made.
-Others' codes of MXFP8, of which no copies are made, are read from memory where gloo has written
-them.
+lie as they travel: threads, and processes of one node, copy them from each other, and digests are
+taken meanwhile, and of a rank's own as it casts them.
 Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
 which is less than any transport between machines does.
 """

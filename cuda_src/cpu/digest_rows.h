@@ -33,9 +33,9 @@ constexpr i64 ASKED_AHEAD = ROWS * DIGEST_ROW_BYTES > 8192 ? ROWS * DIGEST_ROW_B
 // Lines [at, end) of each of ROWS rows; they are copied to `to`, where the first begins there, too.
 // Returns their digests, in parts; the first is row `number` of the tensor.
 template <Copying COPY, int ROWS>
-Native::Wide digest_lines(const u8* rows, i64 at, i64 end, u8* to, i64 number) {
+ZEROCAST_FN Native::Wide digest_lines(const u8* rows, i64 at, i64 end, u8* to, i64 number) {
     DigestSum sums[ROWS];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (i64 i = at; i < end; i += LINE) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
@@ -64,9 +64,10 @@ u64 digest_rows(const u8* from, i64 first, i64 begin, i64 end, u8* to = nullptr)
         stop = min_of(end, start + DIGEST_ROW_BYTES);
         const u8* row = from + (start - first);
         u8* row_to = COPY == NONE ? nullptr : to + (start - first);
-        if (COPY == NONE && begin == start && end - start >= ROWS_AT_ONCE * DIGEST_ROW_BYTES) {
-            stop = start + ROWS_AT_ONCE * DIGEST_ROW_BYTES;
-            lines += digest_lines<COPY, ROWS_AT_ONCE>(row, 0, DIGEST_ROW_BYTES, nullptr, number);
+        constexpr int ROWS = COPY == NONE ? ROWS_AT_ONCE : 1;
+        if (begin == start && end - start >= ROWS * DIGEST_ROW_BYTES) {
+            stop = start + ROWS * DIGEST_ROW_BYTES;
+            lines += digest_lines<COPY, ROWS>(row, 0, DIGEST_ROW_BYTES, row_to, number);
             continue;
         }
         i64 at = begin - start, last = stop - start;

@@ -17,7 +17,7 @@ from tests.support.verified import SHAPES, Weights
 from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
 from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace, HeldDigests
-from zerocast.comm import Communicator, RecordingCommunicator, mpi
+from zerocast.comm import Communicator, RecordingCommunicator, processes
 from zerocast.comm.communicator import PartCopies
 from zerocast.errors import VerificationError
 from zerocast.numerics import CodeCopy
@@ -189,16 +189,16 @@ class DamagedCopy(RecordingCommunicator):
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "block"])
-@pytest.mark.parametrize("kind", ["in_process", stamp("mpi")])
+@pytest.mark.parametrize("kind", ["in_process", stamp("mpi"), stamp("torch_distributed")])
 def test_what_is_gathered_in_place_is_read_while_it_is_copied(
     kind: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of threads, or of processes over MPI, which copy large codes from each other, and a rank's
+    """Of threads, or of processes of one node, which copy large codes from each other, and a rank's
     own as it casts them: each byte once, in the same memory or in other. What a rank copies wrongly
     is found.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpi, "_LARGE", 20000)
+    monkeypatch.setattr(processes, "_LARGE", 20000)
     master = draw_values("normal", 1 << 18, 0).chunk(4)
 
     def on_rank(comm: Communicator) -> str:

@@ -1,18 +1,25 @@
-"""MPI ranks copy large parts from each other's memory twice, with a timeout of 1 s; the second time
-rank 1 does something else, which is this program's argument. Every rank prints what came of it, at
-the latest in the collective that follows.
+"""Ranks copy large parts from each other's memory twice, with a timeout of 1 s; the second time
+rank 1 does something else. Every rank prints what came of it, at the latest in the collective that
+follows. Arguments: what rank 1 does, the kind of communicator, and a file for a store of torch's.
 """
 
 import sys
 import time
 
 import torch
+import torch.distributed as dist
 
-from zerocast.comm import MpiCommunicator, mpi, mpi_peers
+from zerocast.comm import (
+    Communicator,
+    MpiCommunicator,
+    TorchDistributedCommunicator,
+    mpi_peers,
+    processes,
+)
 from zerocast.comm.communicator import PlainCopies
 from zerocast.peer_memory import PeerBuffer
 
-FAULT = sys.argv[1]
+FAULT, KIND, STORE = sys.argv[1:]
 
 
 class Copies(PlainCopies):
@@ -27,10 +34,14 @@ class Copies(PlainCopies):
         super().copy(rank, theirs)
 
 
-mpi._LARGE = 1 << 16
+processes._LARGE = 1 << 16
 if FAULT != "is late":  # else the job is to last until it has come
     mpi_peers._LAST = 0.5
-comm = MpiCommunicator(timeout=1.0)
+comm: Communicator = MpiCommunicator(timeout=1.0)
+if KIND == "torch_distributed":
+    store = dist.FileStore(STORE, comm.size)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    comm = TorchDistributedCommunicator(dist.group.WORLD, timeout=1.0)
 assert comm.maxima([comm.rank]) == [comm.size - 1]
 buffer = torch.zeros(comm.size << 20, dtype=torch.uint8)
 copies = Copies(buffer, [1 << 20] * comm.size)

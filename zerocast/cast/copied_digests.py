@@ -4,8 +4,8 @@ What ranks compare has to be read, and reading it once more from memory takes as
 a small cast and its gather. A gather that copies what a rank sends into a buffer, and what all have
 sent out of it, has every byte in a register on the way: a digest taken there costs next to nothing.
 So has a gather of ranks that copy large codes from each other where these stay: of threads, and of
-processes of one node over MPI. What other transports write there, and what a rank itself has sent,
-is read from memory, but for what derived copies are made of
+processes of one node. What transports write there themselves, and what a rank itself has sent, is
+read from memory, but for what derived copies are made of
 (:class:`zerocast.tensors.post_gather.Rebuild`), and for what its cast has taken
 (:class:`zerocast.tensors.cast_steps.CastDigests`).
 Digests are sums, so those of what was copied and of the rest add up to that of the whole weight.

@@ -8,11 +8,6 @@ tensor, another would change its values).
 One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
 length work the same with every MPI library, not only with one that has MPI-4's large counts.
 
-In a large all-gather among ranks of one node, each copies the others' parts out of their memory,
-which takes two small collectives: all tell where their buffers are, and all have read. A digest of
-what is copied is taken while it is in a cache. Where a rank may not read another's memory, MPI
-gathers.
-
 NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mpi_peers`).
 """
 
@@ -24,20 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerocast.arguments import check_integer
-from zerocast.comm.buffers import Exchange, gather_operands
-from zerocast.comm.communicator import (
-    PartCopies,
-    Parts,
-    PlainCopies,
-    Wait,
-    nothing_to_wait_for,
-)
+from zerocast.comm.buffers import Exchange
+from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
-from zerocast.comm.peers import MAXIMA, Begin
-from zerocast.comm.processes import ProcessCommunicator, text_of_gather
+from zerocast.comm.peers import Begin
+from zerocast.comm.processes import ProcessCommunicator
 from zerocast.errors import BackendError, InputError
-from zerocast.peer_memory import PeerBuffer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,9 +33,6 @@ if TYPE_CHECKING:
 _TAG = 24331
 """The tag of an all-to-all's messages, which tells them from a caller's on the same communicator.
 """
-
-_LARGE = 1 << 21
-"""Bytes of a part, on average, from which on ranks of one node copy them from each other."""
 
 
 def import_mpi() -> Any:
@@ -87,6 +72,7 @@ class MpiCommunicator(ProcessCommunicator):
 
     _peers: MpiPeers
     _serving = torch.device("cpu")
+    _compares = True
 
     def __init__(
         self,
@@ -126,12 +112,6 @@ class MpiCommunicator(ProcessCommunicator):
     def captures(self, device: torch.device) -> bool:
         return False  # MPI is called by the host, at once
 
-    def maxima(self, numbers: Sequence[int]) -> list[int]:
-        if len(numbers) > MAXIMA:
-            return super().maxima(numbers)
-        text = f"all_reduce_max_ on {torch.int32} [{len(numbers)}]"
-        return self._peers.maxima(text, numbers, self.timeout)
-
     def barrier(self) -> None:
         self._start("barrier", lambda: [self._comm.Ibarrier()], None)()
 
@@ -143,55 +123,6 @@ class MpiCommunicator(ProcessCommunicator):
 
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
-
-    def start_all_gather_by(
-        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
-    ) -> Wait:
-        flat, chunks = gather_operands(buffer, counts, self.size)
-        if not flat.is_cpu:
-            return self.start_all_gather_(buffer, counts)
-        return self._start_all_gather(flat, chunks, copies)
-
-    def shows_parts(self, size: int) -> bool:
-        if size < self.size * _LARGE or self._served != ("cpu",):
-            return False
-        return self._peers.share_node and self._peers.reads_memory
-
-    def _start_all_gather(
-        self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies | None = None
-    ) -> Wait:
-        if self.shows_parts(flat.numel()):
-            if self._gather_from_memory(flat, chunks, copies or PlainCopies(flat, chunks)):
-                return nothing_to_wait_for
-            self._peers.reads_memory = False
-        return super()._start_all_gather(flat, chunks)
-
-    def _gather_from_memory(
-        self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies
-    ) -> bool:
-        """Let ``copies`` copy the parts of all others; return whether every rank could do that."""
-        told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
-        told[self.rank] = torch.tensor(PeerBuffer.of(flat), dtype=torch.int64, device="cpu")
-        memory, count, kind = self._memory(told)
-        gathered = [memory, count // self.size, kind]
-        unread: list[OSError] = []
-
-        def copy_all() -> None:
-            for shift in range(1, self.size):  # not all from the same one
-                rank = (self.rank + shift) % self.size
-                try:
-                    copies.copy(rank, PeerBuffer(*told[rank].tolist()))
-                except OSError as error:
-                    unread.append(error)
-
-        text = text_of_gather(flat, chunks)
-        begin = lambda: [self._comm.Iallgather(self._mpi.IN_PLACE, gathered)]  # noqa: E731
-        self._peers.start(text, begin, (flat, told), self.timeout, then=copy_all)()
-        # Until all have read, this rank's part is not written, and none uses what it has read.
-        if not any(self._peers.maxima(f"the end of {text}", [bool(unread)], self.timeout)):
-            return True
-        copies.discard()
-        return False
 
     def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
         return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)

@@ -23,17 +23,15 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import struct
 import sys
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import LEFT, Said
-from zerocast.comm.peers import HEADER, MAXIMA, Begin, Call, Peers
+from zerocast.comm.peers import Begin, Call, Peers
 from zerocast.errors import PeerFailedError
 
 if TYPE_CHECKING:
@@ -51,14 +49,7 @@ _at_exit: weakref.WeakSet[MpiPeers] = weakref.WeakSet()
 
 
 class MpiPeers(Peers):
-    """The other ranks of one MPI communicator, in one process: see :meth:`of`.
-
-    Attributes:
-        share_node: whether all ranks are known to be on one node: since the latest collective that
-            reduces, so on all of them alike.
-        reads_memory: whether none is known to be unable to read the memory of another: on all of
-            them alike.
-    """
+    """The other ranks of one MPI communicator, in one process: see :meth:`of`."""
 
     _key: int | None = None
 
@@ -69,8 +60,6 @@ class MpiPeers(Peers):
         self._left: set[int] = set()
         self._kept: list[Any] = []
         self._status = mpi.Status()
-        self._node, self.share_node = zlib.crc32(mpi.Get_processor_name().encode()) >> 1, False
-        self.reads_memory = True
         if not _at_exit:
             atexit.register(_leave_all)
         _at_exit.add(self)
@@ -88,9 +77,8 @@ class MpiPeers(Peers):
         return peers
 
     def start(
-        self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False,
-        then: Callable[[], None] | None = None,
-    ) -> Wait:  # fmt: skip
+        self, call: str, begin: Begin, memory: Any, timeout: float, *, reduces: bool = False
+    ) -> Wait:
         """Begin a collective; return what waits for it.
 
         Args:
@@ -100,7 +88,6 @@ class MpiPeers(Peers):
             timeout: seconds to wait for others.
             reduces: whether values are reduced, which MPI cannot do with another collective's data:
                 then no rank begins before all have called it.
-            then: what belongs to the collective and is called when MPI has done its part.
 
         Raises:
             ZerocastError: where the group has failed before, or another rank has told that it will
@@ -125,15 +112,10 @@ class MpiPeers(Peers):
                 for request in requests:  # to ask for all of many again would take longer
                     self._until(made, request.Test)
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
-                if then is not None:
-                    then()
 
         return wait
 
     def maxima(self, call: str, numbers: Sequence[int], timeout: float) -> list[int]:
-        """Return the largest of all ranks' numbers, place by place, at most :data:`MAXIMA`; raise
-        as :meth:`start`.
-        """
         made = self._call(call, timeout)
         with self._failing(made, None):
             largest = self._compare_all(made, numbers)
@@ -142,14 +124,12 @@ class MpiPeers(Peers):
 
     def _compare_all(self, made: Call, numbers: Sequence[int] = ()) -> list[int]:
         """Raise where any rank calls something else; return the largest of all ranks' numbers."""
-        largest, self._count = [*numbers, self._node, -self._node], made.count
+        largest, self._count = self._numbers(numbers), made.count
         for distance in self._distances:
             header = self._send_header(made, distance, largest)
             self._compare(made, *header)
-            theirs = struct.unpack_from(f"{len(largest)}i", header[1], HEADER)
-            largest = [*map(max, largest, theirs)]
-        self.share_node = largest[-2] == -largest[-1]
-        return largest[:-2]
+            largest = [*map(max, largest, self._numbers_in(header[1], len(largest)))]
+        return self._learn(largest)
 
     def _send_header(
         self, made: Call, distance: int, numbers: Sequence[int] = ()
@@ -157,7 +137,7 @@ class MpiPeers(Peers):
         """Send the call's header to the rank ``distance`` further, and begin to receive that of the
         rank ``distance`` before; each with the ``numbers`` of its rank.
         """
-        own = made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(4 * (MAXIMA + 2))
+        own = self._message(made, numbers)
         theirs, tag = bytearray(len(own)), _HEADER_TAG + distance.bit_length()
         source, to = (self._rank - distance) % self._size, (self._rank + distance) % self._size
         received = self._comm.Irecv([theirs, self._mpi.BYTE], source, tag)
@@ -167,7 +147,7 @@ class MpiPeers(Peers):
     def _compare(self, made: Call, received: MPI.Request, theirs: bytearray, source: int) -> None:
         """Wait for another rank's header, and raise where it is not this rank's."""
         self._until(made, received.Test)
-        self._check_header(made, theirs[:HEADER], source)
+        self._check_message(made, theirs, source)
 
     def _until(self, made: Call, is_done: Callable[[], bool]) -> None:
         """Return when ``is_done``; raise where that cannot be expected any more."""

@@ -6,7 +6,10 @@ collectives. A transport adds how ranks tell each other their states.
 
 from __future__ import annotations
 
+import platform
+import struct
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +39,9 @@ HEADER = 96
 MAXIMA = 8
 """The most numbers, int32, whose maxima travel with what ranks call."""
 
+_NUMBERS = struct.calcsize("i") * (MAXIMA + 2)
+"""Bytes of these and of the two that say whether ranks share a node."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -64,10 +70,19 @@ class Call:
 
 
 class Peers(ABC):
-    """The other ranks of one group, as one process sees them."""
+    """The other ranks of one group, as one process sees them.
+
+    Attributes:
+        share_node: whether all ranks are known to be on one node: since they have told, with
+            maxima at the latest, so on all of them alike.
+        reads_memory: whether none is known to be unable to read the memory of another: on all of
+            them alike.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
+        self._node = zlib.crc32(platform.node().encode()) >> 1
+        self.share_node, self.reads_memory = False, True
         self._count = 0
         self._said: dict[int, Said] = {}
         self._failure: ZerocastError | None = None
@@ -78,6 +93,12 @@ class Peers(ABC):
             self._tell(Said(RAISED, self._count, told(error)))
 
     # --- a transport's own ---
+
+    @abstractmethod
+    def maxima(self, call: str, numbers: Sequence[int], timeout: float) -> list[int]:
+        """Return the largest of all ranks' numbers, int32, place by place, at most :data:`MAXIMA`;
+        raise as a collective of the text ``call``.
+        """
 
     @abstractmethod
     def _send(self, words: Said) -> None:
@@ -137,8 +158,29 @@ class Peers(ABC):
             default=None,
         )
 
-    def _check_header(self, made: Call, theirs: bytes | bytearray, rank: int) -> None:
-        """Raise where the header of another rank is not this rank's."""
+    def _numbers(self, given: Sequence[int]) -> list[int]:
+        """Return the numbers whose maxima are told: those given, and what says where ranks are."""
+        return [*given, self._node, -self._node]
+
+    def _learn(self, largest: Sequence[int]) -> list[int]:
+        """Take note whether ranks share a node; return the maxima of the numbers given."""
+        *found, last, first = largest
+        self.share_node = last == -first
+        return found
+
+    @staticmethod
+    def _message(made: Call, numbers: Sequence[int] = ()) -> bytearray:
+        """What this rank sends of a call, of the same length for any numbers."""
+        return bytearray(made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(_NUMBERS))
+
+    @staticmethod
+    def _numbers_in(message: bytearray, count: int) -> tuple[int, ...]:
+        """The numbers of another rank's message."""
+        return struct.unpack_from(f"{count}i", message, HEADER)
+
+    def _check_message(self, made: Call, message: bytearray, rank: int) -> None:
+        """Raise where another rank's message is not of this call."""
+        theirs = message[:HEADER]
         if theirs == made.header:
             return
         called, own = (bytes(b).decode(errors="replace").strip() for b in (theirs, made.header))

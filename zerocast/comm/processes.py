@@ -2,6 +2,11 @@
 
 Here operands are checked, tensors brought into memory that the transport takes, and collectives
 started. A transport begins each collective, on bytes or, where values are reduced, on numbers.
+
+In a large all-gather among ranks of one node, each copies the others' parts out of their memory,
+which takes two small collectives: all tell where their buffers are, and all have read. A digest of
+what is copied is taken while it is in a cache. Where a rank may not read another's memory, the
+transport gathers.
 """
 
 from __future__ import annotations
@@ -15,8 +20,20 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.buffers import Exchange
-from zerocast.comm.communicator import Communicator, Parts, Wait
-from zerocast.comm.peers import Begin, Peers
+from zerocast.comm.communicator import (
+    Communicator,
+    PartCopies,
+    Parts,
+    PlainCopies,
+    Wait,
+    nothing_to_wait_for,
+)
+from zerocast.comm.failure import alone, announcing
+from zerocast.comm.peers import MAXIMA, Begin, Peers
+from zerocast.peer_memory import PeerBuffer
+
+_LARGE = 1 << 21
+"""Bytes of a part, on average, from which on ranks of one node copy them from each other."""
 
 
 class ProcessCommunicator(Communicator):
@@ -29,6 +46,8 @@ class ProcessCommunicator(Communicator):
     _peers: Peers
     _serving: torch.device
     """A device whose tensors the transport takes."""
+    _compares: bool
+    """Whether ranks compare what they call on the CPU: then maxima travel with that."""
     _skips_empty: ClassVar[bool] = False
     """Whether collectives on no elements are left out."""
 
@@ -60,12 +79,22 @@ class ProcessCommunicator(Communicator):
         """Return ``tensor`` once the transport may read it."""
         return tensor
 
+    def maxima(self, numbers: Sequence[int]) -> list[int]:
+        if len(numbers) > MAXIMA or not self._compares:
+            return super().maxima(numbers)
+        text = _text_of_reduction("all_reduce_max_", torch.int32, len(numbers))
+        return self._peers.maxima(text, numbers, self.timeout)
+
     def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
         flat = buffers.reduce_operand(what, buffer)
-        if self._is_sent(flat):
+        numel = flat.numel()
+        if what == "all_reduce_max_" and flat.is_cpu and 0 < numel <= MAXIMA and self._compares:
+            flat.copy_(torch.tensor(self.maxima(flat.tolist()), dtype=flat.dtype, device="cpu"))
+        elif self._is_sent(flat):
+            text = _text_of_reduction(what, flat.dtype, numel)
             with self._reached(flat) as reached:
                 begin = lambda: self._begin_all_reduce(what, reached)  # noqa: E731
-                self._start(text_of_reduction(what, reached), begin, reached, reduces=True)()
+                self._start(text, begin, reached, reduces=True)()
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
@@ -110,9 +139,50 @@ class ProcessCommunicator(Communicator):
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)
 
-    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
-        begin = lambda: self._begin_all_gather(flat, chunks)  # noqa: E731
-        return self._start(text_of_gather(flat, chunks), begin, flat)
+    def start_all_gather_by(
+        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
+    ) -> Wait:
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
+        if not flat.is_cpu or not self._is_sent(flat):
+            return self.start_all_gather_(buffer, counts)
+        return self._start_all_gather(flat, chunks, copies)
+
+    def shows_parts(self, size: int) -> bool:
+        if size < self.size * _LARGE or not self._compares:
+            return False
+        return self._peers.share_node and self._peers.reads_memory
+
+    def _start_all_gather(
+        self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies | None = None
+    ) -> Wait:
+        text = _text_of_gather(flat, chunks)
+        if flat.is_cpu and self.shows_parts(flat.numel()):
+            copies = copies or PlainCopies(flat, chunks)
+            if self._gather_from_memory(text, flat, copies):
+                return nothing_to_wait_for
+            self._peers.reads_memory = False
+            copies.discard()
+        return self._start(text, lambda: self._begin_all_gather(flat, chunks), flat)
+
+    def _gather_from_memory(self, text: str, flat: torch.Tensor, copies: PartCopies) -> bool:
+        """Let ``copies`` copy the parts of all others; return whether every rank could do that."""
+        told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
+        told[self.rank] = torch.tensor(PeerBuffer.of(flat), dtype=torch.int64, device="cpu")
+        as_bytes = told.view(torch.uint8)
+        sizes = [as_bytes.shape[1]] * self.size
+        begin = lambda: self._begin_all_gather(as_bytes.view(-1), sizes)  # noqa: E731
+        self._start(text, begin, (flat, told))()
+        is_read = True
+        with announcing([self]), alone():
+            try:
+                for shift in range(1, self.size):  # not all from the same one
+                    rank = (self.rank + shift) % self.size
+                    copies.copy(rank, PeerBuffer(*told[rank].tolist()))
+            except OSError:
+                is_read = False
+        # Until all have read, this rank's part is not written, and none uses what it has read.
+        is_unread = self._peers.maxima(f"the end of {text}", [not is_read], self.timeout)
+        return not any(is_unread)
 
     def _reached(self, tensor: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Give the context ``tensor`` in memory that the transport takes."""
@@ -124,11 +194,11 @@ class ProcessCommunicator(Communicator):
         return flat.numel() > 0 or not self._skips_empty
 
 
-def text_of_gather(flat: torch.Tensor, chunks: Sequence[int]) -> str:
+def _text_of_gather(flat: torch.Tensor, chunks: Sequence[int]) -> str:
     """What ranks compare of an all-gather."""
     return f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
 
 
-def text_of_reduction(what: str, flat: torch.Tensor) -> str:
+def _text_of_reduction(what: str, dtype: torch.dtype, numel: int) -> str:
     """What ranks compare of an all-reduce."""
-    return f"{what} on {flat.dtype} [{flat.numel()}]"
+    return f"{what} on {dtype} [{numel}]"

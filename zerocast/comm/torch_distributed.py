@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zerocast.comm import buffers
 from zerocast.comm.buffers import Exchange
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import check_timeout
-from zerocast.comm.peers import MAXIMA, Begin
-from zerocast.comm.processes import ProcessCommunicator, text_of_reduction
+from zerocast.comm.peers import Begin
+from zerocast.comm.processes import ProcessCommunicator
 from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
 
@@ -106,6 +105,10 @@ class TorchDistributedCommunicator(ProcessCommunicator):
         return group
 
     @property
+    def _compares(self) -> bool:  # type: ignore[override]
+        return self._backends.get("cpu") == "gloo"
+
+    @property
     def _serving(self) -> torch.device:  # type: ignore[override]
         """A device whose tensors the group takes."""
         return torch.device(next(iter(self._backends)))
@@ -114,15 +117,6 @@ class TorchDistributedCommunicator(ProcessCommunicator):
         tensor = memory[0] if isinstance(memory, tuple) else memory
         is_gloo = self._backends[tensor.device.type] == "gloo"
         return self._peers.start(call, begin, memory, self.timeout, is_gloo=is_gloo)
-
-    def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
-        is_small = what == "all_reduce_max_" and 0 < buffer.numel() <= MAXIMA
-        if not is_small or not buffer.is_cpu or self._backends.get("cpu") != "gloo":
-            super()._all_reduce(what, buffer)
-            return
-        flat = buffers.reduce_operand(what, buffer)
-        text = text_of_reduction(what, flat)
-        self._peers.start(text, list, flat, self.timeout, is_gloo=True, maxima=flat)()
 
     def _begin_all_reduce(self, what: str, flat: torch.Tensor) -> list[Any]:
         op = dist.ReduceOp.MAX if what == "all_reduce_max_" else dist.ReduceOp.SUM

@@ -2,10 +2,10 @@
 
 gloo waits as long as its group's timeout says, in C++, where no interrupt reaches it, and ends the
 process where two ranks' tensors differ in length. So a rank waits in slices of time, and between
-these reads what others have told. Before each collective every rank sends each other 128 bytes:
-what it calls, and its number in the order of calls. A maximum of a few numbers travels in the last
-of these bytes and takes no further collective: so do all answers by which ranks agree. Ranks tell
-that they give up, or what they raised, in the group's store.
+these reads what others have told. Before each collective every rank sends each other 136 bytes:
+what it calls, its number in the order of calls, and a number of its node. A maximum of a few
+numbers travels in these bytes and takes no further collective: so do all answers by which ranks
+agree. Ranks tell that they give up, or what they raised, in the group's store.
 
 NCCL has its own watchdog, which ends the process after the group's timeout. Its collectives, in
 which the host takes no part, are not watched here; an error of torch's becomes
@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import struct
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, Said
-from zerocast.comm.peers import HEADER, MAXIMA, Begin, Call, Peers
+from zerocast.comm.peers import Begin, Call, Peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -62,7 +62,6 @@ class TorchPeers(Peers):
         timeout: float,
         *,
         is_gloo: bool,
-        maxima: torch.Tensor | None = None,
     ) -> Wait:
         """Begin a collective; return what waits for it.
 
@@ -72,7 +71,6 @@ class TorchPeers(Peers):
             memory: the buffers that torch reads and writes until it is over.
             timeout: seconds to wait for others.
             is_gloo: whether gloo does it.
-            maxima: int32 on the CPU, at most :data:`MAXIMA`, that become the largest of all ranks.
 
         Raises:
             ZerocastError: where the group has failed before, another rank calls something else, or
@@ -84,7 +82,7 @@ class TorchPeers(Peers):
         self._count = made.count
         with self._failing(made, memory):
             if looks:
-                self._compare(made, maxima)
+                self._compare(made)
             made.requests += begin()
 
         def wait(memory: Any = memory) -> None:  # alive as long as the backend uses it
@@ -97,22 +95,29 @@ class TorchPeers(Peers):
 
         return wait
 
-    def _compare(self, made: Call, maxima: torch.Tensor | None) -> None:
-        """Hear what all ranks call, and raise where that differs; take their ``maxima``."""
-        numbers = [] if maxima is None else maxima.tolist()
-        own = bytearray(made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(4 * MAXIMA))
-        sent = torch.frombuffer(own * self._size, dtype=torch.uint8)
+    def maxima(self, call: str, numbers: Sequence[int], timeout: float) -> list[int]:
+        if self._size == 1:
+            return self._learn(self._numbers(numbers))
+        made = self._call(call, timeout)
+        self._count = made.count
+        with self._failing(made, None):
+            return self._compare(made, numbers)
+
+    def _compare(self, made: Call, numbers: Sequence[int] = ()) -> list[int]:
+        """Raise where any rank calls something else; return the largest of all ranks' numbers."""
+        own = self._numbers(numbers)
+        message = self._message(made, own)
+        sent = torch.frombuffer(message * self._size, dtype=torch.uint8)
         everyone = bytearray(len(sent))
         into = torch.frombuffer(everyone, dtype=torch.uint8)
         # gloo gathers in a ring, whose ranks wait for one message after the other.
         self._until(made, dist.all_to_all_single(into, sent, group=self._group(), async_op=True))
-        by_rank = [everyone[i : i + len(own)] for i in range(0, len(everyone), len(own))]
+        size = len(message)
+        by_rank = [everyone[i * size : (i + 1) * size] for i in range(self._size)]
         for rank, theirs in enumerate(by_rank):
-            self._check_header(made, theirs[:HEADER], rank)
-        if maxima is not None:
-            given = (struct.unpack_from(f"{len(numbers)}i", theirs, HEADER) for theirs in by_rank)
-            largest = [max(of_ranks) for of_ranks in zip(*given, strict=True)]
-            maxima.copy_(torch.tensor(largest, dtype=torch.int32, device="cpu"))
+            self._check_message(made, theirs, rank)
+        given = (self._numbers_in(theirs, len(own)) for theirs in by_rank)
+        return self._learn([*map(max, *given, own)])
 
     def _until(self, made: Call, work: Work) -> None:
         """Wait for a collective of gloo; raise if it cannot be expected to end."""
