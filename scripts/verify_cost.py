@@ -108,7 +108,8 @@ def show(recipe: str, exchange: str, found: Times) -> None:
 
 def choose_shapes(given: argparse.Namespace) -> None:
     """Let this process measure the weights that are asked for."""
-    SHAPES[:] = ([(8192, 5120)] if given.in_place else SHAPES) * given.layers
+    one = (8192 * given.layers, 5120)
+    SHAPES[:] = [one] if given.in_place else SHAPES * given.layers
 
 
 def on_process(rank: int, given: argparse.Namespace, file: str) -> None:
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--in-place", action="store_true", help="one weight, gathered where it is")
     parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
     parser.add_argument("--mpi", action="store_true", help="on the ranks that mpiexec started")
-    parser.add_argument("--layers", type=int, default=1, help="so many times the weights")
+    parser.add_argument("--layers", type=int, default=1, help="so many times the elements")
     given = parser.parse_args()
     choose_shapes(given)
     if given.mpi:

@@ -17,7 +17,7 @@ from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.digest import digest
 from zerocast.comm import Communicator, run_in_process
-from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
+from zerocast.numerics import Backend, CodeCopy, LaunchOn, SharedByte
 from zerocast.peer_memory import PeerBuffer
 
 COPIED = SUBJECTS["copied codes"]
@@ -80,13 +80,18 @@ def test_many_bytes(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
 def test_codes_are_read_from_another_process(isa: str) -> None:
-    """From any place to any other, and their digests; of a process that is not the one that is
-    meant, or has no such memory, an error. It is this process, which is read as another one is.
+    """Also by more threads than one."""
+    check_reads(ReferenceBackend() if isa == "reference" else CpuBackend(isa, 3))
+
+
+def check_reads(backend: Backend) -> None:
+    """It reads codes from any place to any other, and their digests; of a process that is not the
+    one that is meant, or has no such memory, an error. It is this process, which is read as another
+    one is.
     """
     theirs = draw_values("normal", 5 << 16, 5).view(torch.uint8)
     peer = PeerBuffer.of(theirs)
     sizes = [0, 1, 63, 64, 4096, 5000, 1 << 17, (1 << 17) + 1, (1 << 18) + 4099]
-    backend = ReferenceBackend() if isa == "reference" else CpuBackend(isa, 3)
     memory = torch.zeros(sum(sizes) + 64 * len(sizes), dtype=torch.uint8)
     copies, at = [], 1
     for i, size in enumerate(sizes):

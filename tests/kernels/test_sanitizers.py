@@ -51,6 +51,7 @@ from tests.support.operations import operand
 from zerocast.backends import native_library
 native_library.find_library = lambda: Path(sys.argv[1])
 from tests.backends.test_changes import check
+from tests.backends.test_code_copies import check_reads
 from tests.backends.test_digest import RANGES, drawn
 from zerocast.backends.cpu import CpuBackend
 from zerocast.layout import BlockGrid, Extent
@@ -74,6 +75,7 @@ for isa in native_library.instruction_sets(native_library.load()):
             backend.fused_op(target)()
     backend.digest([DigestedBytes(drawn(count), first) for first, count in RANGES], sums)()
     check(backend)
+    check_reads(backend)
 print("clean", flush=True)
 cut = drawn(70)
 cut.untyped_storage().resize_(69)
