@@ -5,12 +5,16 @@
     OMP_NUM_THREADS=1 mpiexec -n 2 python scripts/verify_cost.py --mpi  # one a core, as they spin
 
 Rounds without it, with it, without it again, and of the comparison alone follow each other in turn,
-of plans that cast the same masters into the same weights. Printed are medians over the rounds: of
-the ratio to the mean of both steps without it, and of the ratio of these two, which says what a
-ratio is worth. It is to be read beside its count: the digest of codes is taken as a gather copies
-them, and the rest (scales, and what two ranks share) is read from memory. With --in-place, codes
-lie as they travel: threads, and processes of one node, copy them from each other, and digests are
-taken meanwhile, and of a rank's own as it casts them.
+of plans that cast the same masters into the same weights. What a step takes depends on where its
+memory lies, so all are made anew several times, those with it first in every second. Printed are
+medians over the rounds: of the ratio to the mean of both steps without it, and of the ratio of
+these two, which says what a ratio is worth.
+
+The digest of codes is taken as a gather copies them, and the rest (scales, and what two ranks
+share) is read from memory. With --in-place, codes lie as they travel: threads, and processes of one
+node, copy them from each other, and digests are taken meanwhile, and of a rank's own as it casts
+them.
+
 Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
 which is less than any transport between machines does.
 """
@@ -37,34 +41,52 @@ from zerocast.layout import chunk
 SHAPES = [(2048, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
 RECIPES = ("nvfp4", "mxfp8", "block", "current")
 EXCHANGES = ("full", "boundary")
+MAKINGS = 16
+"""How often weights and plans are made."""
 
 Times = list[tuple[float, ...]]
 """Seconds of each round: without, with, without, of comparing alone, and of reading as many bytes.
 """
 
 
-def planned(comm: Communicator, recipe: str, exchange: Any) -> list[zerocast.CastPlan]:
-    """Plans without and with hash, of the same weights, which are cut into equal parts."""
+def planned(
+    comm: Communicator, recipe: str, exchange: Any, modes: Sequence[VerifyMode]
+) -> dict[VerifyMode, zerocast.CastPlan]:
+    """Plans of these modes, made in their order, of the same weights, which are cut into equal
+    parts.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = [zerocast.empty(shape, recipe) for shape in SHAPES]
     own = [chunk(torch.Size(shape).numel(), comm.rank, comm.size) for shape in SHAPES]
     masters = [torch.randn(each.size, generator=generator) * 0.02 for each in own]
     starts = [each.start for each in own]
-    modes: tuple[VerifyMode, ...] = ("off", "hash")
-    return [
-        zerocast.CastPlan(weights, masters, starts, comm, exchange=exchange, verify=mode)
+    return {
+        mode: zerocast.CastPlan(weights, masters, starts, comm, exchange=exchange, verify=mode)
         for mode in modes
-    ]
+    }
 
 
 def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Times:
     """CPU time of this process."""
-    off, on = planned(comm, recipe, exchange)
+    found: Times = []
+    for k in range(MAKINGS):
+        modes: list[VerifyMode] = ["off", "hash"]
+        plans = planned(comm, recipe, exchange, modes[:: -1 if k % 2 else 1])
+        turns = range(k * rounds // MAKINGS, (k + 1) * rounds // MAKINGS)
+        found += measure_plans(comm, plans["off"], plans["hash"], recipe, turns)
+        del plans
+    return found
+
+
+def measure_plans(
+    comm: Communicator, off: zerocast.CastPlan, on: zerocast.CastPlan, recipe: str, turns: range
+) -> Times:
+    """CPU time of this process, after two rounds to warm up."""
     read = torch.ones(held(recipe) // 8, dtype=torch.int64)
     steps = [functools.partial(step, plan) for plan in (off, on, off)]
     works: list[Callable[[], object]] = [*steps, on.verify, read.max]
     found = []
-    for turn in range(rounds + 2):
+    for turn in [*turns[-2:], *turns]:
         seconds = [0.0] * len(works)
         for k in range(len(works)):
             i = (turn + k) % len(works)  # what ran before fills the caches: each is first in turn
@@ -138,7 +160,7 @@ def main() -> None:
     """Print a line for each recipe and exchange."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--in-place", action="store_true", help="one weight, gathered where it is")
     parser.add_argument("--processes", action="store_true", help="over gloo, not in one process")
