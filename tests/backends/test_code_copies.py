@@ -89,9 +89,9 @@ def check_reads(backend: Backend) -> None:
     one that is meant, or has no such memory, an error. It is this process, which is read as another
     one is.
     """
-    theirs = draw_values("normal", 5 << 16, 5).view(torch.uint8)
+    theirs = draw_values("normal", 5 << 17, 5).view(torch.uint8)
     peer = PeerBuffer.of(theirs)
-    sizes = [0, 1, 63, 64, 4096, 5000, 1 << 17, (1 << 17) + 1, (1 << 18) + 4099]
+    sizes = [0, 1, 63, 64, 4096, 5000, 1 << 18, (1 << 18) + 1, (1 << 19) + 4099]
     memory = torch.zeros(sum(sizes) + 64 * len(sizes), dtype=torch.uint8)
     copies, at = [], 1
     for i, size in enumerate(sizes):
