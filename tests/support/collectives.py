@@ -1,6 +1,7 @@
 """What travels between ranks, counted where torch hands it to the backend."""
 
 import collections
+from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -27,11 +28,11 @@ class Collectives(TorchDispatchMode):
     def __enter__(self):
         self._compare = compare = TorchPeers._compare
 
-        def uncounted(peers: TorchPeers, made: Call, maxima: torch.Tensor | None) -> None:
-            if maxima is not None:
-                self._count("allreduce_", maxima.nbytes)
+        def uncounted(peers: TorchPeers, made: Call, numbers: Sequence[int] = ()) -> list[int]:
+            if numbers:
+                self._count("allreduce_", 4 * len(numbers))
             with _disable_current_modes():
-                compare(peers, made, maxima)
+                return compare(peers, made, numbers)
 
         TorchPeers._compare = uncounted
         return super().__enter__()
