@@ -41,6 +41,7 @@ from zerocast.layout import chunk
 SHAPES = [(2048, 2048), (2048, 2048), (8192, 2048), (2048, 8192)]
 RECIPES = ("nvfp4", "mxfp8", "block", "current")
 EXCHANGES = ("full", "boundary")
+MODES: Sequence[VerifyMode] = ("off", "hash")
 MAKINGS = 16
 """How often weights and plans are made."""
 
@@ -70,11 +71,10 @@ def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Time
     """CPU time of this process."""
     found: Times = []
     for k in range(MAKINGS):
-        modes: list[VerifyMode] = ["off", "hash"]
-        plans = planned(comm, recipe, exchange, modes[:: -1 if k % 2 else 1])
+        plans = planned(comm, recipe, exchange, MODES[::-1] if k % 2 else MODES)
         turns = range(k * rounds // MAKINGS, (k + 1) * rounds // MAKINGS)
         found += measure_plans(comm, plans["off"], plans["hash"], recipe, turns)
-        del plans
+        del plans  # before the next ones are made
     return found
 
 

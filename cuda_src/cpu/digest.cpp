@@ -68,8 +68,9 @@ void copy_codes(const void* table, i64 count, u8* buffer, i64 threads, bool into
 
 // Bytes that are read from another process at once, and digested while they are in a cache. Of
 // 42 MB between two processes, each on its core of an Emerald Rapids, 16 KiB took 15.0 ms, 64 KiB
-// 12.4 and 128 KiB 12.1; without digests 12.5, 11.3 and 11.5. On a slower day 128 KiB took 14.8 ms,
-// 256 KiB 14.5, 512 KiB 14.8 and 1 MiB 15.6; without digests 13.9, 13.8, 13.7 and 14.1.
+// 12.4 and 128 KiB 12.1; without digests 12.5, 11.3 and 11.5. Later, of two processes that each
+// read so much of their own memory, 128 KiB took 14.8 ms, 256 KiB 14.5, 512 KiB 14.8 and 1 MiB
+// 15.6; without digests 13.9, 13.8, 13.7 and 14.1.
 constexpr i64 READ_BYTES = 1 << 18;
 
 // Reads `bytes` bytes at `from` in another process; returns 0 or an errno.

@@ -80,7 +80,7 @@ def test_many_bytes(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
 def test_codes_are_read_from_another_process(isa: str) -> None:
-    """Also by more threads than one."""
+    """By the reference, and by every instruction set on three threads."""
     check_reads(ReferenceBackend() if isa == "reference" else CpuBackend(isa, 3))
 
 

@@ -161,7 +161,7 @@ def test_memory_that_is_not_the_hosts_is_the_transports(monkeypatch: pytest.Monk
         assert comm.shows_parts(4096)
         monkeypatch.setitem(comm._backends, "cpu", "nccl")
         assert not comm.shows_parts(4096)
-        monkeypatch.undo()
+        monkeypatch.undo()  # the group ends over gloo
 
     on_new_group("mpi", MPI_RANKS, on_mpi)
     on_new_group("torch_distributed", MPI_RANKS, on_torch)

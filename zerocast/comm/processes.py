@@ -108,6 +108,19 @@ class ProcessCommunicator(Communicator):
             return super().start_all_gather_(buffer, counts)
         return self._start_all_gather(self._settled(flat), chunks)
 
+    def start_all_gather_by(
+        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
+    ) -> Wait:
+        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
+        if not flat.is_cpu or not self._is_sent(flat):
+            return self.start_all_gather_(buffer, counts)
+        return self._start_all_gather(flat, chunks, copies)
+
+    def shows_parts(self, size: int) -> bool:
+        if size < self.size * _LARGE or not self._compares:
+            return False
+        return self._peers.share_node and self._peers.reads_memory
+
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
@@ -139,19 +152,6 @@ class ProcessCommunicator(Communicator):
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)
 
-    def start_all_gather_by(
-        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
-    ) -> Wait:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        if not flat.is_cpu or not self._is_sent(flat):
-            return self.start_all_gather_(buffer, counts)
-        return self._start_all_gather(flat, chunks, copies)
-
-    def shows_parts(self, size: int) -> bool:
-        if size < self.size * _LARGE or not self._compares:
-            return False
-        return self._peers.share_node and self._peers.reads_memory
-
     def _start_all_gather(
         self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies | None = None
     ) -> Wait:
@@ -181,8 +181,8 @@ class ProcessCommunicator(Communicator):
             except OSError:
                 is_read = False
         # Until all have read, this rank's part is not written, and none uses what it has read.
-        is_unread = self._peers.maxima(f"the end of {text}", [not is_read], self.timeout)
-        return not any(is_unread)
+        [unread] = self._peers.maxima(f"the end of {text}", [not is_read], self.timeout)
+        return not unread
 
     def _reached(self, tensor: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Give the context ``tensor`` in memory that the transport takes."""

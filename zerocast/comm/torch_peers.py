@@ -117,7 +117,7 @@ class TorchPeers(Peers):
         for rank, theirs in enumerate(by_rank):
             self._check_message(made, theirs, rank)
         given = (self._numbers_in(theirs, len(own)) for theirs in by_rank)
-        return self._learn([*map(max, *given, own)])
+        return self._learn([*map(max, *given)])
 
     def _until(self, made: Call, work: Work) -> None:
         """Wait for a collective of gloo; raise if it cannot be expected to end."""
