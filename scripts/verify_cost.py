@@ -43,7 +43,7 @@ RECIPES = ("nvfp4", "mxfp8", "block", "current")
 EXCHANGES = ("full", "boundary")
 MODES: Sequence[VerifyMode] = ("off", "hash")
 MAKINGS = 16
-"""How often weights and plans are made."""
+"""How often weights and plans are made, where there are as many rounds."""
 
 Times = list[tuple[float, ...]]
 """Seconds of each round: without, with, without, of comparing alone, and of reading as many bytes.
@@ -70,9 +70,10 @@ def planned(
 def measure(comm: Communicator, recipe: str, exchange: str, rounds: int) -> Times:
     """CPU time of this process."""
     found: Times = []
-    for k in range(MAKINGS):
+    makings = min(MAKINGS, rounds)
+    for k in range(makings):
         plans = planned(comm, recipe, exchange, MODES[::-1] if k % 2 else MODES)
-        turns = range(k * rounds // MAKINGS, (k + 1) * rounds // MAKINGS)
+        turns = range(k * rounds // makings, (k + 1) * rounds // makings)
         found += measure_plans(comm, plans["off"], plans["hash"], recipe, turns)
         del plans  # before the next ones are made
     return found
@@ -86,7 +87,7 @@ def measure_plans(
     steps = [functools.partial(step, plan) for plan in (off, on, off)]
     works: list[Callable[[], object]] = [*steps, on.verify, read.max]
     found = []
-    for turn in [*turns[-2:], *turns]:
+    for turn in [turns[0], turns[0], *turns]:
         seconds = [0.0] * len(works)
         for k in range(len(works)):
             i = (turn + k) % len(works)  # what ran before fills the caches: each is first in turn
