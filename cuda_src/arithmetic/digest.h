@@ -15,7 +15,7 @@ inline namespace ZEROCAST_ISA {
 // line of a row: its halfwords are added up, plainly and weighted by 8 bits, which 32 bits hold;
 // then it is multiplied by its factors, and the row by its own.
 constexpr i64 DIGEST_ROW_BYTES = 4096, DIGEST_LINE_BYTES = 64;
-constexpr int DIGEST_LANES = 16;
+constexpr int DIGEST_LINES = DIGEST_ROW_BYTES / DIGEST_LINE_BYTES, DIGEST_LANES = 16;
 
 // The finalizer of SplitMix64 of number + 1 times the golden ratio's bits, with arithmetic shifts
 // and one round less; odd.
@@ -25,8 +25,8 @@ ZEROCAST_FN constexpr u64 mixed(i64 number) {
     return (bits ^ (u64)((i64)bits >> 29)) | 1;
 }
 
-// key(h) is row_factor(row) * (plain_factor(lane) + weight(halfword) * weighted_factor(lane)), an
-// odd number.
+// key(h) is row_factor(row) * (plain_factor(lane) + halfword_weight(line, upper) *
+// weighted_factor(lane)), an odd number.
 ZEROCAST_FN constexpr u64 row_factor(i64 row) { return mixed(row); }
 ZEROCAST_FN constexpr i32 plain_factor(i64 lane) {
     return (i32)(mixed(lane - DIGEST_LANES) >> 33) | 1;
@@ -35,16 +35,18 @@ ZEROCAST_FN constexpr i32 weighted_factor(i64 lane) {
     return (i32)(mixed(lane - 2 * DIGEST_LANES) >> 33) & ~1;
 }
 
-// Of the halfword of this number in its row: another one for each of a lane, -64 to 63.
-ZEROCAST_FN constexpr i32 halfword_weight(i64 number) {
-    i64 in_lane = number / (DIGEST_LINE_BYTES / 2) * 2 + number % 2;
+// Of the lower or upper halfword of every lane in a line of a row: another one for each halfword of
+// a lane, -64 to 63.
+ZEROCAST_FN constexpr i32 halfword_weight(i64 line, i64 upper) {
+    i64 in_lane = 2 * line + upper;
     return (i32)(in_lane * (2 * in_lane + 1) % 128) - 64;
 }
 
 // What a byte at this place of the tensor is multiplied by, as a halfword.
 ZEROCAST_FN u64 digest_key(i64 place) {
     i64 in_row = place % DIGEST_ROW_BYTES, lane = in_row % DIGEST_LINE_BYTES / 4;
-    i64 factor = plain_factor(lane) + (i64)halfword_weight(in_row / 2) * weighted_factor(lane);
+    i64 weight = halfword_weight(in_row / DIGEST_LINE_BYTES, in_row / 2 % 2);
+    i64 factor = plain_factor(lane) + weight * weighted_factor(lane);
     return row_factor(place / DIGEST_ROW_BYTES) * (u64)factor;
 }
 

@@ -38,16 +38,17 @@ __attribute__((noinline)) u64 note_changes(const Changes& changes, i64 at, i64 f
     u64 digest = 0;
     i64 place = first + at;
     if (BYTES % 8 == 0 && place % BYTES == 0) {  // whole lanes of one line of the digest
-        i64 in_row = (i64)in_digest_row(place);
+        u64 in_row = in_digest_row(place);
+        i64 weights[2];
+        for (int i = 0; i < 2; i++) weights[i] = halfword_weight(in_row / LINE, i);
         i64 sum = 0;
         auto add = [&](int k) {
-            i64 halfword = in_row / 2 + 2 * k, lane = (in_row / 4 + k) % DIGEST_LANES;
-            i64 plain = 0, weighted = 0;
+            i64 lane = in_row % LINE / 4 + k, plain = 0, weighted = 0;
             for (int i = 0; i < 2; i++) {
                 i64 change = Native::load_as<short>(made + 4 * k + 2 * i)
                              - Native::load_as<short>(held + 4 * k + 2 * i);
                 plain += change;
-                weighted += change * DIGEST_KEYS.weights[halfword + i];
+                weighted += change * weights[i];
             }
             sum += plain * DIGEST_KEYS.plain[lane] + weighted * DIGEST_KEYS.weighted[lane];
         };

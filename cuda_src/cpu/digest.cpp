@@ -55,7 +55,7 @@ void copy_codes(const void* table, i64 count, u8* buffer, i64 threads, bool into
         }
         if (target.sum) {
             bool lines = stream && (u64)(to - target.first) % LINE == 0;
-            auto copy = lines ? digest_rows<STREAMED> : digest_rows<CACHED>;
+            auto copy = lines ? digest_rows<STREAMED> : digest_rows<COPIED>;
             add_to(target.sum, copy(from, target.first, begin, end, to));
         } else {
             i64 at = begin - target.first;
@@ -97,7 +97,7 @@ int read_codes(const CopyTarget& target, i64 begin, i64 end, const PeerBuffer& p
         u64 from = peer.address + target.staged + at;
         if (int error = read_process(peer.process, from, target.codes + at, stop - begin))
             return error;
-        if (target.sum) digest += digest_rows<NONE>(target.codes, target.first, begin, stop);
+        if (target.sum) digest += digest_rows<IN_CACHE>(target.codes, target.first, begin, stop);
     }
     if (target.sum) add_to(target.sum, digest);
     return 0;
@@ -110,7 +110,7 @@ int read_codes(const CopyTarget& target, i64 begin, i64 end, const PeerBuffer& p
 ZEROCAST_EXPORT(digest)(const void* table, long long count, long long threads) {
     using namespace zerocast;
     auto piece = [](const DigestTarget& target, i64 begin, i64 end, i64) {
-        add_to(target.sum, digest_rows<NONE>(target.data, target.first, begin, end));
+        add_to(target.sum, digest_rows<IN_MEMORY>(target.data, target.first, begin, end));
     };
     share_in_parallel<DigestTarget>(table, count, threads, span_of<DigestTarget>, piece);
 }

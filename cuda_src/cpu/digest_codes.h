@@ -21,7 +21,7 @@ void digest_elements(const CastShard& shard, i64 begin, i64 end) {
     const CodePlane* planes[] = {&shard.rowwise, &shard.columnwise};
     for (const CodePlane* plane : planes)
         if (plane->sum && from < to)
-            add_to(plane->sum, digest_rows<NONE>(plane->codes, first, from, to));
+            add_to(plane->sum, digest_rows<IN_CACHE>(plane->codes, first, from, to));
 }
 
 }  // namespace ZEROCAST_ISA

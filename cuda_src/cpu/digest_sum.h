@@ -54,7 +54,7 @@ struct DigestSum {
   private:
     // Adds register `k` of a line, which the compiler has to know, or the sums would be in memory.
     ZEROCAST_FN void add(Native::Int bytes, u64 i, int k) {
-        auto weights = Native::load_as<Native::Int>(DIGEST_KEYS.weights + i / 2);
+        auto weights = Native::splat(DIGEST_KEYS.weights[i / LINE]);
         plain[k] = Native::add_products(plain[k], bytes, Native::splat(0x00010001));
         weighted[k] = Native::add_products(weighted[k], bytes, weights);
     }

@@ -11,6 +11,7 @@ constexpr int TILE_BYTES = 1 << 14;
 constexpr int UNIT = 4;  // words that a thread reads side by side
 constexpr int UNITS = (int)(DIGEST_ROW_BYTES / (4 * UNIT * THREADS));  // of a thread in a row
 static_assert(UNIT * THREADS % DIGEST_LANES == 0, "all units of a thread are of the same lanes");
+static_assert(DIGEST_LANES % UNIT == 0, "a unit is of one line");
 
 // Four words at `at`, of which bytes [begin, end) of `data` count; the others are zeros.
 ZEROCAST_FN void load_words(u32 (&words)[UNIT], const u8* data, i64 at, i64 begin, i64 end) {
@@ -45,15 +46,16 @@ ZEROCAST_FN u64 sum_of_warp(u64 mine) {
 __global__ void __launch_bounds__(THREADS, 8)
     digest(const DigestTarget* __restrict__ targets, const PlaneTile* __restrict__ tiles,
            i64 count) {
-    i32 plain[UNIT], weighted[UNIT], weights[UNITS][UNIT][2];
+    i32 plain[UNIT], weighted[UNIT], weights[UNITS][2];
 #pragma unroll
     for (int k = 0; k < UNIT; k++) {
         plain[k] = plain_factor((threadIdx.x * UNIT + k) % DIGEST_LANES);
         weighted[k] = weighted_factor((threadIdx.x * UNIT + k) % DIGEST_LANES);
-        for (int u = 0; u < UNITS; u++) {
-            i64 word = (u * THREADS + threadIdx.x) * UNIT + k;
-            for (int i = 0; i < 2; i++) weights[u][k][i] = halfword_weight(2 * word + i);
-        }
+    }
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        i64 line = (u * THREADS + threadIdx.x) * UNIT / DIGEST_LANES;
+        for (int i = 0; i < 2; i++) weights[u][i] = halfword_weight(line, i);
     }
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         PlaneTile tile = tiles[t];
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(THREADS, 8)
 #pragma unroll
                 for (int k = 0; k < UNIT; k++) {
                     i32 low = (short)words[k], high = (i32)words[k] >> 16;
-                    i32 of_weights = low * weights[u][k][0] + high * weights[u][k][1];
+                    i32 of_weights = low * weights[u][0] + high * weights[u][1];
                     sum += (i64)(low + high) * plain[k] + (i64)of_weights * weighted[k];
                 }
             }
