@@ -122,7 +122,7 @@ class ChangedGroups {
 #else
         memcpy((u8*)line + in_line, group, BYTES);
 #endif
-        sum.add(line, in_digest_row(place - in_line));
+        sum.add(line, (i64)(in_digest_row(place) / LINE));
     }
 
     alignas(64) u8 made_[MOST][BYTES];

@@ -43,12 +43,10 @@ constexpr i64 ASKED_AHEAD = ROWS * DIGEST_ROW_BYTES > 8192 ? ROWS * DIGEST_ROW_B
 template <Digested BYTES, int ROWS>
 ZEROCAST_FN Native::Wide digest_lines(const u8* rows, i64 at, i64 end, u8* to, i64 number) {
     DigestSum sums[ROWS];
-    // Eight at a time: threads' copies past the caches took 0.2 to 0.8 ms of 30 less than by two.
-#pragma GCC unroll 8
-    for (i64 i = at; i < end; i += LINE) {
+    auto take = [&](i64 line_number) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
-            i64 place = r * DIGEST_ROW_BYTES + i;
+            i64 place = r * DIGEST_ROW_BYTES + line_number * LINE;
             if (BYTES != IN_CACHE)
                 __builtin_prefetch(rows + place + ASKED_AHEAD<ROWS>, 0, ASKED_INTO<BYTES>);
             alignas(LINE) Native::Int line[LINE_REGISTERS];
@@ -56,9 +54,18 @@ ZEROCAST_FN Native::Wide digest_lines(const u8* rows, i64 at, i64 end, u8* to, i
             for (int k = 0; BYTES == COPIED && k < LINE_REGISTERS; k++)
                 Native::store(to + place + k * sizeof(Native::Int), line[k]);
             if (BYTES == STREAMED) stream_line(to + place, (const u8*)line);
-            sums[r].add(line, i);
+            sums[r].add(line, line_number);
         }
+    };
+    // Eight at a time: threads' copies past the caches took 0.2 to 0.8 ms of 30 less than by two.
+    // Without a count of its own for each line, 0.3 ms of 22 less.
+    constexpr i64 AT_A_TIME = 8;
+    i64 line = at / LINE, last = end / LINE;
+    for (; line + AT_A_TIME <= last; line += AT_A_TIME) {
+#pragma GCC unroll 8
+        for (i64 l = 0; l < AT_A_TIME; l++) take(line + l);
     }
+    for (; line < last; line++) take(line);
     Native::Wide digest{};
     for (int r = 0; r < ROWS; r++) digest += sums[r].digest(number + r);
     return digest;

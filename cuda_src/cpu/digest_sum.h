@@ -35,11 +35,11 @@ struct DigestSum {
     ZEROCAST_FN void add(Native::Int bytes, u64 i) {
 #pragma GCC unroll 4
         for (int k = 0; k < LINE_REGISTERS; k++)
-            if (i / sizeof bytes % LINE_REGISTERS == (u64)k) add(bytes, i, k);
+            if (i / sizeof bytes % LINE_REGISTERS == (u64)k) add(bytes, (i64)(i / LINE), k);
     }
-    // Adds the line whose first byte is byte `i` of the row.
-    ZEROCAST_FN void add(const Native::Int* line, u64 i) {
-        for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], i + k * sizeof(Native::Int), k);
+    // Adds line `number` of the row.
+    ZEROCAST_FN void add(const Native::Int* line, i64 number) {
+        for (int k = 0; k < LINE_REGISTERS; k++) add(line[k], number, k);
     }
     // The digest, in parts, if that is row `row` of the tensor.
     ZEROCAST_FN Wide digest(i64 row) const {
@@ -53,8 +53,8 @@ struct DigestSum {
 
   private:
     // Adds register `k` of a line, which the compiler has to know, or the sums would be in memory.
-    ZEROCAST_FN void add(Native::Int bytes, u64 i, int k) {
-        auto weights = Native::splat(DIGEST_KEYS.weights[i / LINE]);
+    ZEROCAST_FN void add(Native::Int bytes, i64 line, int k) {
+        auto weights = Native::splat(DIGEST_KEYS.weights[line]);
         plain[k] = Native::add_products(plain[k], bytes, Native::splat(0x00010001));
         weighted[k] = Native::add_products(weighted[k], bytes, weights);
     }

@@ -160,7 +160,7 @@ __attribute__((noinline)) Native::Wide digest_of(const Bytes& from, i64 row, i64
                 Native::Int line[LINE_REGISTERS];
                 __builtin_prefetch(from.data + at + ahead, 0, 2);
                 load_line(line, from.data + at);
-                sum.add(line, in_row);
+                sum.add(line, in_row / LINE);
             }
             parts += sum.digest(place / DIGEST_ROW_BYTES);
         }
