@@ -3,6 +3,7 @@ been interrupted, bit for bit.
 """
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -218,8 +219,9 @@ def saved_state(model) -> dict[str, torch.Tensor]:
 
 def later_state(recipe) -> torch.Tensor:
     """The state of a layer whose master was cast some times."""
-    state = saved_state(converted(recipe, (37,)))
-    return pack({}, {name: tensor + i + 1 for i, (name, tensor) in enumerate(state.items())})
+    state = converted(recipe, (37,)).state_dict()["layers.0.weight_state"]
+    owner, tensors = unpack(state, "layers.0.weight")
+    return pack(owner, {name: tensor + i + 1 for i, (name, tensor) in enumerate(tensors.items())})
 
 
 @each_recipe
@@ -278,22 +280,39 @@ def test_weights_that_are_no_masters_pass_over_what_a_master_remembered(weights)
 
 
 def test_the_state_of_another_recipe_is_refused():
-    """A history of another length, or none, is named on both sides; nothing is changed."""
-    model = converted(DELAYED, (37,))
-    for recipe, theirs in (
+    """Fields that differ are named on both sides, and a state that is not what the recipe keeps;
+    nothing of the layer is changed.
+    """
+    model, another = converted(DELAYED, (37,)), converted(DELAYED, (37,), seed=1)
+    held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    owner, tensors = unpack(later_state(DELAYED), "")
+    short = pack(owner, {**tensors, "amax_history": tensors["amax_history"][:2]})
+    for state, said in (
         (
-            zerocast.DelayedScaling(amax_history_len=5),
-            "amax torch.float32 [1], amax_history torch.float32 [5], cast_scale torch.float32 [1], "
-            "scale torch.float32 [1]",
+            later_state(zerocast.DelayedScaling(amax_history_len=5)),
+            "was saved under one of amax_history_len 5, and the weight's is of amax_history_len 3",
         ),
-        (DRAWN, "rounding_counter torch.int64 [2]"),
+        (
+            later_state(dataclasses.replace(DELAYED, margin=1)),
+            "was saved under one of margin 1, and the weight's is of margin 0",
+        ),
+        (
+            later_state(DRAWN),
+            "was saved under one of class 'NVFP4BlockScaling'",
+        ),
+        (pack({}, tensors), "was saved under one of class None"),
+        (short, "and the state dict has amax torch.float32 [1], amax_history torch.float32 [2]"),
     ):
-        state = model.state_dict() | {"layers.0.weight_state": later_state(recipe)}
-        assert message_of(zerocast.InputError, model.load_state_dict, state) == (
-            f"recipe state must be loaded into a weight of the same recipe: the state of "
-            f"layers.0.weight is amax torch.float32 [1], amax_history torch.float32 [3], "
-            f"cast_scale torch.float32 [1], scale torch.float32 [1], and the state dict has "
-            f"{theirs} for it; convert with the recipe that it was saved under, or take the "
-            f"layer's 'weight_state' out of the state dict to start without it."
+        given = another.state_dict() | {"layers.0.weight_state": state}
+        message = message_of(zerocast.InputError, model.load_state_dict, given)
+        assert (
+            "recipe state must be loaded into a weight of the same recipe: the state of" in message
         )
+        assert said in message
+        assert message.endswith(
+            "; convert with the recipe that it was saved under, or take the layer's 'weight_state' "
+            "out of the state dict to start without it."
+        )
+        for name in ("layers.0.weight", "layers.0.weight_state"):
+            assert_same_bytes(model.state_dict()[name], held[name], name)
     assert not saved_state(model)["amax_history"].any()

@@ -17,7 +17,13 @@ from zerocast.arguments import (
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
 from zerocast.nn.quantized_module import ProductInputs, QuantizedModule
-from zerocast.nn.saved_state import WEIGHT_STATE, load_saved_state, reserve_state, state_to_save
+from zerocast.nn.saved_state import (
+    WEIGHT_STATE,
+    check_saved_state,
+    load_saved_state,
+    reserve_state,
+    state_to_save,
+)
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather
@@ -240,9 +246,10 @@ class Linear(QuantizedModule, torch.nn.Linear):
         if assigns and name in state_dict:
             state_dict[name] = as_master_like(self.weight, state_dict[name])
         saved = state_dict.pop(prefix + WEIGHT_STATE, None)
+        state = None if saved is None else check_saved_state(self.weight, saved)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        if saved is not None:
-            load_saved_state(self.weight, saved)
+        if state is not None:
+            load_saved_state(self.weight, state)
         if WEIGHT_STATE in self._buffers:
             reserve_state(self)  # again: the layer may have been on the meta device
 

@@ -31,7 +31,7 @@ from zerocast.errors import UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.all_gather_input import AllGatherInput
 from zerocast.sharded.placement import check_tp_boundaries, to_local, tp_shard_of
-from zerocast.sharded.state import CastValues, State, check_state, fresh_state
+from zerocast.sharded.state import CastValues, State, fresh_state
 from zerocast.tensors import (
     QuantizedStorage,
     QuantizedTensor,
@@ -167,16 +167,9 @@ class LowBitAllGather:
         return copy
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Resume from what :meth:`state_before_cast` returned; a cast is due then.
-
-        Raises:
-            InputError: if it was of another recipe. Nothing has been changed.
+        """Resume from what :meth:`state_before_cast` returned, and
+        :func:`zerocast.sharded.state.check_state` has found right; a cast is due then.
         """
-        remedy = (
-            "convert with the recipe that it was saved under, or take the layer's 'weight_state' "
-            "out of the state dict to start without it"
-        )
-        check_state(self.name, self.recipe, self.state, state, remedy)
         for name, tensor in self.state.items():
             tensor.copy_(state[name])
         self.cast_values.forget()
