@@ -15,7 +15,7 @@ from zerocast.checkpoint.pending import wait_for
 from zerocast.checkpoint.sources import ranks_of, training_of
 from zerocast.checkpoint.training import Saved, check
 from zerocast.checkpoint.values import decode
-from zerocast.comm import Attempt, Group
+from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.comm.agreement import check_same, raise_together
 from zerocast.errors import InputError, ZerocastError
 
@@ -67,6 +67,18 @@ def load(
         RankMismatchError: on every rank, where ranks see different checkpoints.
     """
     comm = ranks_of(optimizer, group)
+    with announcing([comm]):
+        return _load(path, optimizer, model, group, comm)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    group: Group,
+    comm: Communicator,
+) -> Loaded:
+    """See :func:`load`; ``comm`` are the ranks."""
     wait_for(optimizer)
     attempt, digest = Attempt(), ""
     with attempt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def write_one_file(path: Path, planned: Planned, comm: Communicator, device: tor
     entries = [
         Entry(name, described[name].properties.dtype, tuple(described[name].size)) for name in items
     ]
-    draft = path.with_name(f".{planned.saved}-{path.name}.draft")
+    draft = path.with_name(f".{path.name}.draft")
     sizes = [entry.num_bytes for entry in entries]
 
     def beginning(digests: list[str]) -> bytes:
@@ -60,24 +61,24 @@ def write_one_file(path: Path, planned: Planned, comm: Communicator, device: tor
 
     attempt, file = Attempt(), None
     count = math.ceil(sum(sizes) / BLOCK)
-    with raising_together(comm):
-        if comm.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = DigestingWriter(draft)
-            file.skip(len(beginning(["0" * 16] * count)))
-    for entry in entries:
-        whole = _gather(entry, items[entry.key], planned, comm, device)
+    with ExitStack() as opened:
+        with raising_together(comm):
+            if comm.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                remove_files([draft])  # of a save that was killed
+                opened.callback(remove_files, [draft])
+                file = opened.enter_context(DigestingWriter(draft))
+                file.skip(len(beginning(["0" * 16] * count)))
+        for entry in entries:
+            whole = _gather(entry, items[entry.key], planned, comm, device)
+            with attempt:
+                if file is not None and attempt.error is None:
+                    file.write_tensor(whole)
         with attempt:
             if file is not None and attempt.error is None:
-                file.write_tensor(whole)
-    with attempt:
-        if file is not None and attempt.error is None:
-            file.write_beginning(beginning(file.finish().digests))
-            draft.replace(path)
-            sync_directory(path.parent)
-    if file is not None:
-        file.__exit__()
-        remove_files([draft])
+                file.write_beginning(beginning(file.finish().digests))
+                draft.replace(path)
+                sync_directory(path.parent)
     raise_together(comm, attempt.error)
 
 

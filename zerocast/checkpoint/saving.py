@@ -18,7 +18,7 @@ from zerocast.checkpoint.pending import PendingSave, remember, wait_for
 from zerocast.checkpoint.sources import ranks_of, training_of
 from zerocast.checkpoint.training import Contents
 from zerocast.checkpoint.values import encode
-from zerocast.comm import Attempt, Group, raising_together
+from zerocast.comm import Attempt, Communicator, Group, announcing, raising_together
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError
 from zerocast.optim.saved import check_numbers
@@ -71,10 +71,28 @@ def save(
         ZerocastError: on every rank, where writing failed on any.
     """
     comm = ranks_of(optimizer, group)
+    with announcing([comm]):
+        return _save(
+            Path(path), optimizer, model, extra, of_rank, asynchronous=asynchronous, group=group,
+            comm=comm,
+        )  # fmt: skip
+
+
+def _save(
+    place: Path,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    extra: Any,
+    of_rank: Any,
+    *,
+    asynchronous: bool,
+    group: Group,
+    comm: Communicator,
+) -> PendingSave | None:
+    """See :func:`save`; ``comm`` are the ranks."""
     wait_for(optimizer)
     with raising_together(comm):
         check_flag("asynchronous", asynchronous)
-        place = Path(path)
         is_file = place.suffix == SUFFIX
         if is_file and (asynchronous or place.is_dir()):
             raise InputError(
