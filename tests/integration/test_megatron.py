@@ -80,6 +80,15 @@ def test_a_checkpoint_continues_bit_for_bit(ranks, others, arguments, tmp_path):
         assert on_three is None or digests(on_three[name])[0] == loaded
 
 
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    """Its fields are named on both sides."""
+    train(2, "delayed", "--alike", "--steps", 2, "--save", tmp_path)
+    (tmp_path / "delayed").rename(tmp_path / "delayed-margin")
+    said = "was saved under one of margin 0, and the weight's is of margin 1; make the model"
+    with pytest.raises(AssertionError, match=said):
+        train(2, "delayed-margin", "--alike", "--steps", 2, "--load", tmp_path)
+
+
 @pytest.mark.parametrize("way", ["--offload", "--precision-aware"])
 def test_masters_stay_those_that_are_cast(way):
     """Half of them updated in copies on the CPU, or beside moments in BF16."""

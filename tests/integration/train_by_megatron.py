@@ -6,7 +6,7 @@
 
 With every recipe anew. After every step each byte of each weight, on every rank, must be that of
 quantizing the masters as the ranks hold them together. RECIPE is a name of zerocast's,
-``mxfp8-2d``, or ``bf16`` for none. What one step sends is counted at the end.
+one of OTHERS, or ``bf16`` for none. What one step sends is counted at the end.
 
 --alike gives all ranks the same batch and clips no gradient, so that any power of two of them take
 the same steps, bit for bit.
@@ -41,6 +41,11 @@ from tests.support.megatron_on_cpu import on_cpu, with_fused_adam
 
 VOCABULARY, SEQUENCE = 128, 32
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+
+OTHERS = {
+    "mxfp8-2d": zerocast.MXFP8BlockScaling(enable_2d_quantization=True),
+    "delayed-margin": zerocast.DelayedScaling(margin=1),
+}
 
 
 class Sent(Collectives):
@@ -80,8 +85,7 @@ class Training:
             }  # fmt: skip
         self.has_codes = name != "bf16"
         if self.has_codes:
-            two_d = zerocast.MXFP8BlockScaling(enable_2d_quantization=True)
-            recipe = two_d if name == "mxfp8-2d" else name
+            recipe = OTHERS.get(name, name)
             zerocast.megatron.install()
             zerocast.megatron.quantize_linears(model, recipe, skip=["output_layer"])
             flags[f"fp{4 if name.endswith('fp4') else 8}_param_gather"] = True

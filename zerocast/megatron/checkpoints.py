@@ -6,11 +6,14 @@ of stochastic rounding. It is the same on all ranks of a data-parallel group, ho
 are, and the first of them writes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from zerocast.errors import InputError
+from zerocast.recipes import recipe_to_values
+from zerocast.sharded.state import check_saved_state
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 _KEY = "zerocast"
@@ -24,7 +27,11 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
     states = [_recipe_state(storage) for storage in _storages(self)]
     if any(states):
         copies = [
-            {name: buffer.to("cpu", copy=True) for name, buffer in each.items()} for each in states
+            {
+                "recipe": recipe_to_values(storage.recipe),
+                "state": {name: buffer.to("cpu", copy=True) for name, buffer in each.items()},
+            }
+            for storage, each in zip(_storages(self), states, strict=True)
         ]
         key = f"optimizer.{_KEY}.dp_group_idx_{self.data_parallel_group_idx}"
         replica = self.data_parallel_group.rank()
@@ -33,18 +40,38 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
-    """Cast the masters that were loaded, from the recipe state with which their codes were made."""
+    """Cast the masters that were loaded, from the recipe state with which their codes were made.
+
+    Raises:
+        InputError: where that is of other weights, or of another recipe. Nothing has been changed.
+    """
+    storages, saved = _storages(self), state_dict.get(_KEY)
+    if saved is not None:
+        _check(storages, saved)
     theirs(self, {key: value for key, value in state_dict.items() if key != _KEY})
-    storages = _storages(self)
     if not storages or "param_state" not in state_dict:  # without masters
         return
-    for storage, saved in zip(storages, state_dict.get(_KEY, ()), strict=False):
+    for storage, each in zip(storages, saved or (), strict=bool(saved)):
         for name, buffer in _recipe_state(storage).items():
-            buffer.copy_(saved[name])
+            buffer.copy_(each["state"][name])
         storage.recipe.rewind(storage.buffers)
     self._copy_main_params_to_model_params()
     for chunk in self.model_chunks:
         chunk.start_param_sync(force_sync=True)
+
+
+def _check(storages: Sequence[QuantizedStorage], saved: Sequence[Any]) -> None:
+    if len(saved) != len(storages):
+        raise InputError(
+            f"a checkpoint must be of the same weights: it holds the recipe state of {len(saved)} "
+            f"weights, and the optimizer has {len(storages)} on this rank; make the model as that "
+            f"which was saved."
+        )
+    remedy = "make the model with the recipe that it was saved under"
+    for i, (storage, each) in enumerate(zip(storages, saved, strict=True)):
+        name, recipe = f"weight {i} {tuple(storage.shape)}", storage.recipe
+        own = _recipe_state(storage)
+        check_saved_state(name, recipe, own, each["recipe"], each["state"], remedy)
 
 
 def _storages(optimizer: Any) -> list[QuantizedStorage]:

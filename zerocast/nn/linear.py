@@ -19,9 +19,9 @@ from zerocast.nn.autocast import current_model_init
 from zerocast.nn.quantized_module import ProductInputs, QuantizedModule
 from zerocast.nn.saved_state import (
     WEIGHT_STATE,
-    check_saved_state,
     load_saved_state,
     reserve_state,
+    state_to_load,
     state_to_save,
 )
 from zerocast.nn.traced_layer import eager_in_regions
@@ -246,7 +246,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         if assigns and name in state_dict:
             state_dict[name] = as_master_like(self.weight, state_dict[name])
         saved = state_dict.pop(prefix + WEIGHT_STATE, None)
-        state = None if saved is None else check_saved_state(self.weight, saved)
+        state = None if saved is None else state_to_load(self.weight, saved)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if state is not None:
             load_saved_state(self.weight, state)

@@ -24,7 +24,7 @@ from zerocast.sharded import MasterWeight
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.casts import AmaxGroup
 from zerocast.sharded.placement import is_sharded, replicated_like, to_local
-from zerocast.sharded.state import check_state
+from zerocast.sharded.state import check_saved_state
 
 _LENGTH = 8  # bytes
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.int32, torch.int64)}
@@ -110,37 +110,27 @@ def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> torch.Tensor
     return replicated_like([weight], pack(owner, gather.state_before_cast(is_due=is_due)))
 
 
-def check_saved_state(weight: torch.Tensor, state: object) -> dict[str, torch.Tensor]:
+def state_to_load(weight: torch.Tensor, saved: object) -> dict[str, torch.Tensor]:
     """Return the tensors of what :func:`state_to_save` returned; none for a weight that is not a
     master.
 
     Raises:
         InputError: if it was saved under another recipe, or is no state that casts leave.
     """
-    gather = gather_of(weight)
-    if gather is None:
+    if (gather := gather_of(weight)) is None:
         return {}
-    owner, tensors = unpack(state, gather.name)
+    owner, tensors = unpack(saved, gather.name)
     remedy = (
         "convert with the recipe that it was saved under, or take the layer's 'weight_state' out "
         "of the state dict to start without it"
     )
-    saved, own = owner.get("recipe", {}), recipe_to_values(gather.recipe)
-    if differing := [key for key in {**own, **saved} if saved.get(key) != own.get(key)]:
-        theirs, ours = (
-            ", ".join(f"{key} {each.get(key)!r}" for key in differing) for each in (saved, own)
-        )
-        raise InputError(
-            f"recipe state must be loaded into a weight of the same recipe: the state of "
-            f"{gather.name} was saved under one of {theirs}, and the weight's is of {ours}; "
-            f"{remedy}."
-        )
-    check_state(gather.name, gather.recipe, gather.state, tensors, remedy)
+    recipe, own = gather.recipe, gather.state
+    check_saved_state(gather.name, recipe, own, owner.get("recipe"), tensors, remedy)
     return tensors
 
 
 def load_saved_state(weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Resume from what :func:`check_saved_state` returned; do nothing for a weight that is not a
+    """Resume from what :func:`state_to_load` returned; do nothing for a weight that is not a
     master.
     """
     if (gather := gather_of(weight)) is not None:

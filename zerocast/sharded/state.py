@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerocast.errors import InputError
-from zerocast.recipes import Recipe
+from zerocast.recipes import Recipe, recipe_to_values
 from zerocast.recipes.recipe import Buffers
 from zerocast.sharded.placement import counted_with, write_counter
 from zerocast.tensors.digest import digest
@@ -29,6 +29,25 @@ def fresh_state(recipe: Recipe) -> State:
     specs = recipe.own_buffers()
     with torch.inference_mode(False):  # else only inference could ever write it
         return {name: specs[name].allocate(torch.device("cpu")) for name in recipe.state}
+
+
+def check_saved_state(
+    name: str, recipe: Recipe, own: Buffers, saved: object, given: Buffers, remedy: str
+) -> None:
+    """Do what :func:`check_state` does, of a state that was ``saved`` under a recipe of these
+    values, those of :func:`zerocast.recipes.recipe_to_values`.
+    """
+    ours = recipe_to_values(recipe)
+    theirs = saved if isinstance(saved, dict) else {}
+    if differing := [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]:
+        ours_text, theirs_text = (
+            ", ".join(f"{key} {each.get(key)!r}" for key in differing) for each in (ours, theirs)
+        )
+        raise InputError(
+            f"recipe state must be loaded into a weight of the same recipe: the state of {name} "
+            f"was saved under one of {theirs_text}, and the weight's is of {ours_text}; {remedy}."
+        )
+    check_state(name, recipe, own, given, remedy)
 
 
 def check_state(name: str, recipe: Recipe, own: Buffers, given: Buffers, remedy: str) -> None:
