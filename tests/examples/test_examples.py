@@ -110,7 +110,18 @@ def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
     """Under torchrun the ranks are found through torch.distributed, which gathers beside the
     forward, too.
     """
-    options = ["--recipe", "current", "--overlap", "--steps", 2, "--check", "--out", tmp_path]
+    options = [
+        "--recipe",
+        "current",
+        "--overlap",
+        "--verify",
+        "full",
+        "--steps",
+        2,
+        "--check",
+        "--out",
+        tmp_path,
+    ]
     said = output_of(on_torchrun_ranks(2, TRAIN, *options))
     assert "2 ranks, 2 steps" in said
     assert "equal the unsharded cast on every rank" in said
