@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 import zerocast
-from tests.optim.training import NVFP4, Training, assert_same_lists, make_params, named
+from tests.optim.training import NVFP4, Training, assert_same_lists, held_by, make_params, named
 from tests.support.claims import assert_same_tensors, message_of, one_message
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
@@ -50,14 +49,9 @@ def refusal(path: Path, make: Callable[[Communicator], ZeroOptimizer] | None = N
 
     def body(comm: Communicator) -> str:
         optimizer = make(comm) if make else Training(comm, RECIPES["delayed"], seed=1).optimizer
-
-        def held() -> list[torch.Tensor]:
-            values = [*optimizer.named_weights.values(), *tree_leaves(optimizer.state_dict())]
-            return [each.detach().clone() for each in values if isinstance(each, torch.Tensor)]
-
-        before = held()
+        before = held_by(optimizer)
         message = message_of(ZerocastError, load, path, optimizer)
-        assert_same_lists(held(), before, "after the refusal")
+        assert_same_lists(held_by(optimizer), before, "after the refusal")
         return message
 
     return one_message(run_in_process(2, body))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
-from tests.optim.training import Training, assert_same_lists
+from tests.optim.training import Training, assert_same_lists, held_by
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, loading, one_file, save, saving
@@ -97,18 +96,13 @@ def test_amid_a_load(
     training = Training(comm, RECIPES["delayed"])
     save(tmp_path / "c", training.optimizer, of_rank={"place": comm.rank})
     training.train(0)
-
-    def held() -> list[torch.Tensor]:
-        values = [*training.params, *tree_leaves(training.saved())]
-        return [each.detach().clone() for each in values if isinstance(each, torch.Tensor)]
-
-    expected = held()
+    expected = held_by(training.optimizer)
     run = lambda: load(tmp_path / "c", training.optimizer)  # noqa: E731
     interrupted(comm, monkeypatch, (loading, name), run)
-    assert_same_lists(held(), expected, "after the interrupt")
+    assert_same_lists(held_by(training.optimizer), expected, "after the interrupt")
 
 
-def test_the_draft_of_a_killed_save_is_written_over(tmp_path: Path) -> None:
+def test_the_draft_of_a_killed_save_is_removed(tmp_path: Path) -> None:
     """Of one file, by the next save."""
     training = Training(None, RECIPES["delayed"])
     (tmp_path / ".c.safetensors.draft").write_bytes(b"half of a file" * 1000)

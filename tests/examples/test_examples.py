@@ -108,20 +108,12 @@ def test_training_on_mpi_ranks_shards_what_it_holds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_starts_the_same_training(tmp_path: Path) -> None:
     """Under torchrun the ranks are found through torch.distributed, which gathers beside the
-    forward, too.
+    forward, too; and verify finds nothing.
     """
     options = [
-        "--recipe",
-        "current",
-        "--overlap",
-        "--verify",
-        "full",
-        "--steps",
-        2,
-        "--check",
-        "--out",
-        tmp_path,
-    ]
+        "--recipe", "current", "--overlap", "--verify", "full", "--steps", 2, "--check",
+        "--out", tmp_path,
+    ]  # fmt: skip
     said = output_of(on_torchrun_ranks(2, TRAIN, *options))
     assert "2 ranks, 2 steps" in said
     assert "equal the unsharded cast on every rank" in said

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import zerocast
 from tests.support.claims import assert_same_tensors, assert_unsharded_cast, stored
@@ -187,6 +188,12 @@ def assert_cast_of(params: Sequence[torch.Tensor], masters: Sequence[torch.Tenso
     """Every weight holds, byte for byte, the unsharded cast of its whole master."""
     for i, (param, master) in enumerate(zip(params, masters, strict=True)):
         assert_unsharded_cast(param, master, f"weight {i}")
+
+
+def held_by(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
+    """Copies of its weights and of every tensor of its state dict. Collective."""
+    values = [*optimizer.named_weights.values(), *tree_leaves(optimizer.state_dict())]
+    return [each.detach().clone() for each in values if isinstance(each, torch.Tensor)]
 
 
 def assert_same_lists(

@@ -24,14 +24,15 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
     from megatron.core.dist_checkpointing import ShardedObject
 
     state = theirs(self, *args, **kwargs)
-    states = [_recipe_state(storage) for storage in _storages(self)]
+    storages = _storages(self)
+    states = [_recipe_state(storage) for storage in storages]
     if any(states):
         copies = [
             {
                 "recipe": recipe_to_values(storage.recipe),
                 "state": {name: buffer.to("cpu", copy=True) for name, buffer in each.items()},
             }
-            for storage, each in zip(_storages(self), states, strict=True)
+            for storage, each in zip(storages, states, strict=True)
         ]
         key = f"optimizer.{_KEY}.dp_group_idx_{self.data_parallel_group_idx}"
         replica = self.data_parallel_group.rank()
@@ -43,7 +44,8 @@ def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> N
     """Cast the masters that were loaded, from the recipe state with which their codes were made.
 
     Raises:
-        InputError: where that is of other weights, or of another recipe. Nothing has been changed.
+        InputError: where that is of other weights, or of another recipe. Nothing of the optimizer
+            has been changed.
     """
     storages, saved = _storages(self), state_dict.get(_KEY)
     if saved is not None:
@@ -51,7 +53,7 @@ def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> N
     theirs(self, {key: value for key, value in state_dict.items() if key != _KEY})
     if not storages or "param_state" not in state_dict:  # without masters
         return
-    for storage, each in zip(storages, saved or (), strict=bool(saved)):
+    for storage, each in () if saved is None else zip(storages, saved, strict=True):
         for name, buffer in _recipe_state(storage).items():
             buffer.copy_(each["state"][name])
         storage.recipe.rewind(storage.buffers)
