@@ -26,6 +26,7 @@ import torch
 import zerocast
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.optim import ZeroOptimizer
+from zerocast.optim.taken_gradient import TakenGradient
 
 LEAST_HIDDEN = 0.7
 
@@ -110,7 +111,8 @@ def measure(comm: Communicator, args: argparse.Namespace, overlap: bool) -> Resu
 
     def look(grad: torch.Tensor) -> None:
         nonlocal peak
-        whole = sum(p.grad.nbytes for p in params if p.grad is not None)
+        grads = [p.grad for p in params if p.grad is not None]
+        whole = sum(g.nbytes for g in grads if not isinstance(g, TakenGradient))
         peak = max(peak, whole + grad.nbytes + sum(held.values()))
 
     for param in params:

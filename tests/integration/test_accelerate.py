@@ -52,3 +52,13 @@ def test_what_others_bring_trains_under_fsdp2(package, kind):
     needs("transformers", "accelerate", package)
     said = on_two_ranks("train_by_accelerate.py", kind, "nvfp4")
     assert "14 weights are the unsharded cast" in said
+
+
+def test_ddp_reduces_gradients_once():
+    """``accelerator.prepare(model)`` alone puts DDP around it: a ``ZeroOptimizer`` refuses to take
+    gradients during backward beside it, or has the mean of the ranks.
+    """
+    needs("accelerate")
+    out = on_two_ranks("ddp_by_accelerate.py")
+    assert out.count("refused: this gradient was taken during backward") == 2
+    assert out.count("moved by -0.800 and -0.800") == 2

@@ -1,7 +1,7 @@
 """A model whose weights are gathered while its forward runs, and what training leaves of it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from tests.support.claims import assert_same_tensors, stored
 from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator, run_in_process
 from zerocast.optim import ZeroOptimizer
+from zerocast.optim.taken_gradient import TakenGradient
 
 EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER = 1, 6000, None
 """Sizes of buckets, in elements, for :class:`Model`."""
@@ -49,6 +50,12 @@ def optimizer_of(model: torch.nn.Module, comm: Communicator, **options: Any) -> 
     """AdamW; overlapping unless ``options`` say otherwise."""
     options = {"overlap_all_gather": True, "bucket_size": EACH_ITS_OWN} | options
     return ZeroOptimizer(model.named_parameters(), group=comm, lr=0.01, **options)
+
+
+def whole_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those in ``.grad`` that have memory."""
+    found = [p.grad for p in params if p.grad is not None]
+    return [grad for grad in found if not isinstance(grad, TakenGradient)]
 
 
 def pending(optimizer: ZeroOptimizer) -> str:

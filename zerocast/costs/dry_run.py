@@ -245,8 +245,9 @@ class DryRun:
         held["mean gradients"] = 4 * shards.num_columns
         held["gradient buffers"] = sum(buffer_sizes(self._rounds))
         held["gradient buffers"] += self.comm.size * self._tail_bytes
-        largest = max(weight.param.numel() * weight.param.itemsize for weight in shards.weights)
-        held["gradients"] = largest if self._options.overlap_grad_reduce else self._gradient_bytes()
+        sizes = [weight.param.numel() * weight.param.itemsize for weight in shards.weights]
+        two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))  # one is taken at the next
+        held["gradients"] = two if self._options.overlap_grad_reduce else self._gradient_bytes()
         held["amaxes"] = sum(each.nbytes for each in self._collectives.exchange.tensors)
         held["scales in travel"] = sum(
             each.nbytes for gather in self._collectives.scale_gathers for each in gather.tensors

@@ -2,10 +2,11 @@
 
 Note: gradients that overlap the backward
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-With ``overlap_grad_reduce`` a weight's gradient is copied into its bucket's buffer as soon as
-backward has it, and ``.grad`` is freed. A bucket that is full is sent, while backward fills the
-next one; when a third is needed the first is waited for and added to FP32 sums of this rank's
-shards (ZeRO-2). So beside the sums gradients take two buckets and what one layer's backward makes.
+With ``overlap_grad_reduce`` a weight's gradient is copied into its bucket's buffer when backward
+comes to the next weight, so that all hooks of the first have run, and is freed. A bucket that is
+full is sent, while backward fills the next one; when a third is needed the first is waited for and
+added to FP32 sums of this rank's shards (ZeRO-2). So beside the sums gradients take two buckets and
+what the backward of two layers makes.
 
 Buckets are sent in one order on all ranks, the last layers' first; a bucket that would overtake
 another waits for it, its gradients in ``.grad``. Every backward pass sends every bucket once: at
@@ -15,8 +16,12 @@ weight of the optimizer; which weights may differ. Passes inside a pass count (c
 ``use_reentrant=True``) and send everything again each time: use ``use_reentrant=False``.
 
 A gradient that comes too late for its bucket, or was not made by backward (``param.grad = ...``),
-stays in ``.grad`` and is sent with the next pass, or in one more exchange at the step. The step, or
-``optimizer.zero_grad()``, resets the sums. ``model.zero_grad()`` does not change them.
+stays in ``.grad`` and is sent with the next pass, or in one more exchange at the step. So does one
+that is a view: other code owns its memory, and may still be at work there, as torch's DDP is with
+``gradient_as_bucket_view=True``. The step, or ``optimizer.zero_grad()``, resets the sums.
+
+Once taken, a gradient is a :class:`TakenGradient`, whose use is an error; a step is refused where
+it was replaced or removed. It makes way before backward adds the next gradient to it.
 """
 
 import weakref
@@ -29,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerocast.errors import InputError
 from zerocast.optim.gradients import NOTES, GradientReducer
 from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.taken_gradient import TakenGradient
 
 _HOOKS: Any = WeakIdKeyDictionary()
 """The finalizers that remove hooks, by parameter: a new optimizer removes those of the former one,
@@ -52,23 +58,29 @@ class OverlappingReducer(GradientReducer):
         super().__init__(shards, dtype, buffer_bytes=None)
         self._buckets = self._rounds[:-1]
         self._bucket_of = {i: n for n, each in enumerate(self._buckets) for i in each.pieces}
-        self._reached = set[int]()  # weights with a gradient since the last step
+        self._taken: dict[int, TakenGradient] = {}  # since the last step, by weight
         self._forget()
         this = weakref.ref(self)
         for i, weight in enumerate(shards.weights):
 
-            def arrive(param: torch.Tensor, index: int = i) -> None:
+            def announce(grad: torch.Tensor, index: int = i) -> None:
                 if (reducer := this()) is not None:
-                    reducer.arrive(index)
+                    reducer.announce(index)
 
-            _HOOKS[weight.param] = weight.param.register_post_accumulate_grad_hook(arrive)
+            _HOOKS[weight.param] = weight.param.register_hook(announce)
 
     def _forget(self) -> None:
         """Begin with no pass and no sums."""
+        for index, taken in self._taken.items():
+            param = self._shards.weights[index].param
+            if param.grad is taken:
+                param.grad = None
+        self._taken.clear()
+        self._left = set[int]()  # weights whose gradients of backward stay in .grad
+        self._announced: tuple[int, torch.Tensor | None, int] | None = None
         self._begin_pass()
         self._passes = 0
-        self._reached.clear()
-        self._is_mean = self._is_late = self._awaits_end = False
+        self._is_mean = self._is_late = self._is_running = False
         self._refused: InputError | None = None
 
     def _begin_pass(self) -> None:
@@ -76,6 +88,7 @@ class OverlappingReducer(GradientReducer):
         self._waiting: dict[int, list[int]] = {}  # weights whose gradients later buckets take
         self._packed = set[int]()  # weights of the bucket that is filled
         self._awaited = self._to_come()
+        self._has_begun = False
 
     def _to_come(self) -> int:
         """Return how many gradients fill the bucket."""
@@ -85,16 +98,39 @@ class OverlappingReducer(GradientReducer):
 
     # --- while backward runs ---
 
+    def announce(self, index: int) -> None:
+        """Take the gradient before, and prepare ``.grad`` of the weight whose gradient is next."""
+        self._settle()
+        self._refused = self._refused or self._replaced(index)
+        param = self._shards.weights[index].param
+        if isinstance(param.grad, TakenGradient):
+            param.grad = None
+        self._announced = index, param.grad, 0 if param.grad is None else param.grad._version
+        if not self._is_running:
+            self._is_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
     @torch.no_grad()
-    def arrive(self, index: int) -> None:
+    def _settle(self) -> None:
+        """Take the gradient that was announced, if it has come: ``torch.autograd.grad`` brings
+        none.
+        """
+        if self._announced is None:
+            return
+        (index, before, version), self._announced = self._announced, None
+        param = self._shards.weights[index].param
+        if param.grad is not before or (before is not None and before._version != version):
+            self._arrive(index)
+        elif before is None and index in self._taken:
+            param.grad = self._taken[index]
+
+    def _arrive(self, index: int) -> None:
         """Take the gradient that backward has put into ``.grad`` of a weight."""
         self._is_late |= self._is_mean
-        if not self._awaits_end:
-            self._awaits_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._has_begun = True
+        self._left.add(index)
         if index not in self._bucket_of:  # it has no elements
-            self._reached.add(index)
-            self._shards.weights[index].param.grad = None
+            self._release(index)
             return
         bucket = self._bucket_of[index]
         if bucket < self._bucket or index in self._packed:
@@ -119,13 +155,22 @@ class OverlappingReducer(GradientReducer):
 
     def _take(self, index: int) -> None:
         """Pack a gradient, if there is one, and free it."""
-        param = self._shards.weights[index].param
-        if param.grad is not None:
-            self._reached.add(index)
-            self._refused = self._refused or self._dtype_error(index)
-        self._buckets[self._bucket].pack(index, param.grad)
+        gradient = self._gradient(index)
+        if gradient is not None and self._is_running and gradient._base is not None:
+            gradient = None  # other code may be at work in its memory until backward ends
+        self._buckets[self._bucket].pack(index, gradient)
         self._packed.add(index)
-        param.grad = None
+        if gradient is not None:
+            self._refused = self._refused or self._dtype_error(index)
+            self._release(index)
+
+    def _release(self, index: int) -> None:
+        """Free a gradient, and leave in its place what raises an error when it is used."""
+        param = self._shards.weights[index].param
+        if (gradient := param.grad) is not None:
+            taken = TakenGradient.like(gradient.shape, gradient.dtype, gradient.device)
+            param.grad = self._taken[index] = taken
+        self._left.discard(index)
 
     def _send(self) -> None:
         """Send the bucket that is filled, with zeros for what has not arrived."""
@@ -139,8 +184,10 @@ class OverlappingReducer(GradientReducer):
         self._awaited = self._to_come()
 
     def _end_backward(self) -> None:
-        self._awaits_end = False
-        self._end_pass()
+        self._settle()
+        if self._has_begun:
+            self._end_pass()
+        self._is_running = False
 
     @torch.no_grad()
     def _end_pass(self) -> None:
@@ -151,8 +198,9 @@ class OverlappingReducer(GradientReducer):
 
     def _end_broken_pass(self) -> None:
         """Send what a backward pass that has failed left unsent."""
-        self._awaits_end = False
-        if self._bucket or self._packed or self._waiting:
+        self._is_running = False
+        self._settle()
+        if self._has_begun:
             self._end_pass()
 
     # --- at the step ---
@@ -160,10 +208,9 @@ class OverlappingReducer(GradientReducer):
     def reduce_mean(self, notes: Sequence[int] = (0,) * NOTES) -> None:
         """Fill :attr:`reduced` with the mean gradients, and exchange ``notes``. Collective."""
         self._end_broken_pass()
-        left = {i for i in self._bucket_of if self._shards.weights[i].param.grad is not None}
-        self._reached |= left
+        left = any(self._gradient(i) is not None for i in self._bucket_of)
         self._make_room(self._rounds[-1])
-        self._write_tail(notes, leftover=bool(left))
+        self._write_tail(notes, leftover=left)
         self._begin(self._rounds[-1], replaces=False)
         self._finish()
         if any(each[-1] for each in self.notes()):
@@ -175,8 +222,16 @@ class OverlappingReducer(GradientReducer):
             self._divide()
         self._is_mean = True
 
+    def _gradient(self, index: int) -> torch.Tensor | None:
+        """Return what ``.grad`` of a weight holds and was not taken."""
+        gradient = self._shards.weights[index].param.grad
+        return None if isinstance(gradient, TakenGradient) else gradient
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        return list(map(self._gradient, range(len(self._shards.weights))))
+
     def _present(self) -> list[bool]:
-        return [i in self._reached for i in range(len(self._shards.weights))]
+        return [i in self._taken or grad is not None for i, grad in enumerate(self._grads())]
 
     def error(self) -> InputError | None:
         """Return the error for gradients that cannot be reduced as they are."""
@@ -194,7 +249,12 @@ class OverlappingReducer(GradientReducer):
         self._forget()
 
     def changed(self) -> InputError | None:
-        """Return the error for gradients that came after the mean was taken."""
+        """Return the error for gradients that came after the mean was taken, and for one that other
+        code replaced or removed after it was taken.
+        """
+        for index in () if self._is_running else self._taken:  # running: backward has failed
+            if (error := self._replaced(index)) is not None:
+                return error
         is_left = self.kept and any(grad is not None for grad in self._grads())
         if not (self._is_late or is_left):
             return None
@@ -202,6 +262,17 @@ class OverlappingReducer(GradientReducer):
             "a step uses the gradients that clip_grad_norm_ or a step that failed has reduced, and "
             "more have come since; call optimizer.clip_grad_norm_ last before optimizer.step(), or "
             "optimizer.zero_grad() where no step followed it."
+        )
+
+    def _replaced(self, index: int) -> InputError | None:
+        """Return the error for a gradient that was taken, and then replaced or removed."""
+        weight, taken = self._shards.weights[index], self._taken.get(index)
+        if taken is None or weight.param.grad is taken or index in self._left:
+            return None
+        return InputError(
+            f"the gradient of {weight.name} was taken during backward, and other code has replaced "
+            "or removed it in .grad since; change gradients in hooks of their weights, forget all "
+            "of them by optimizer.zero_grad(), or leave out overlap_grad_reduce."
         )
 
     def unscale_(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:

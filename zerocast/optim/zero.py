@@ -106,8 +106,8 @@ class ZeroOptimizer(ShardedOptimizer):
         gradient_dtype: in which gradients travel: bfloat16, float16 or float32, to which they are
             rounded. By default each in the dtype of its weight, which is its own.
         overlap_grad_reduce: whether gradients are sent while the backward pass goes on, bucket by
-            bucket, and ``.grad`` is freed (ZeRO-2). Every rank then makes as many backward passes.
-            See :mod:`zerocast.optim.gradient_overlap`.
+            bucket, and ``.grad`` is freed (ZeRO-2): whoever uses it then gets an error. Every rank
+            makes as many backward passes. See :mod:`zerocast.optim.gradient_overlap`.
         overlap_cast: whether a step casts bucket by bucket, and gathers the codes of each while the
             next are cast, where the transport can. The weights are the same, to the bit.
         shard: what of a weight one rank steps: "element", any part of it, for optimizers that
@@ -220,7 +220,8 @@ class ZeroOptimizer(ShardedOptimizer):
         Raises:
             InputError: on every rank, in the mode of :meth:`eval`, while averages are in the
                 weights, where a weight has been moved, where gradients have changed since
-                :meth:`clip_grad_norm_`, or where a parameter that was frozen has a gradient.
+                :meth:`clip_grad_norm_` or since ``overlap_grad_reduce`` took them, or where a
+                parameter that was frozen has a gradient.
             RankMismatchError: on every rank, where other code wrote different values into a weight
                 on different ranks, or numbers of steps or options differ.
             UnfinishedStepError: on every rank, where the last step was left unfinished.
@@ -307,8 +308,8 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, reduced or not."""
-        super().zero_grad(set_to_none)
         self._gradients.drop()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(
