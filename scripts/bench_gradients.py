@@ -102,12 +102,7 @@ def measure(comm: Communicator, args: argparse.Namespace, overlap: bool) -> Resu
     zerocast.nn.convert(layers, "nvfp4")
     layers.bfloat16()
     elements = sum(p.numel() for p in layers[0].parameters())
-    optimizer = ZeroOptimizer(
-        layers.named_parameters(), group=wire, overlap_grad_reduce=overlap, bucket_size=elements
-    )
-    reducer, params, peak = optimizer._gradients, list(layers.parameters()), 0
-    tensors = [reducer.reduced, *(each.buffer for each in reducer._rounds)]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    params, held, peak = list(layers.parameters()), dict[int, int](), 0
 
     def look(grad: torch.Tensor) -> None:
         nonlocal peak
@@ -116,7 +111,13 @@ def measure(comm: Communicator, args: argparse.Namespace, overlap: bool) -> Resu
         peak = max(peak, whole + grad.nbytes + sum(held.values()))
 
     for param in params:
-        param.register_hook(look)
+        param.register_hook(look)  # before the optimizer's, which takes what came before
+    optimizer = ZeroOptimizer(
+        layers.named_parameters(), group=wire, overlap_grad_reduce=overlap, bucket_size=elements
+    )
+    reducer = optimizer._gradients
+    tensors = [reducer.reduced, *(each.buffer for each in reducer._rounds)]
+    held |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     total_bytes = 2 * elements * args.layers * (comm.size - 1) / comm.size
     wire.bytes_per_second = total_bytes / (args.seconds * args.layers * args.send)
     times = []
