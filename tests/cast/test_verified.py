@@ -110,9 +110,10 @@ def test_tensor_parallel_shards(
             plan.step += tp.rank
         return ""
 
-    messages = run_ranks("in_process", 4, on_rank)
+    for _ in range(2):  # a file of another run or group keeps its bytes
+        messages = run_ranks("in_process", 4, on_rank)
+    file, _ = tmp_path.iterdir()
     assert all("w (" in each and "rank 1 holds" in each for each in messages), messages
-    (file,) = tmp_path.iterdir()
     assert read_fault(file)[0]["tensor parallel shard"][:2] == [[96, 32], dim]
     assert main(["reproduce", str(file)]) == 1
 

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -330,7 +331,9 @@ def _leave_file(
     """Write what repeats the cast into the working directory; return where it is, or why not."""
     storage, tp_shard = weight.storage, weight.storage.tp_shard
     name = re.sub(r"[^\w.-]+", "_", weight.name)
-    path = Path.cwd() / f"zerocast-fault-{name}-step{step}-rank{comm.rank}.safetensors"
+    # Ranks of several groups have one number, and other runs and hosts may write here, too.
+    where = f"{name}-step{step}-rank{comm.rank}-{secrets.token_hex(4)}"
+    path = Path.cwd() / f"zerocast-fault-{where}.safetensors"
     fault = {
         "numerics version": NUMERICS_VERSION,
         "name": weight.name,
