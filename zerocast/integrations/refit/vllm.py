@@ -16,12 +16,14 @@ def codes_source(refit: Refit) -> Any:
         refit: the refit of the trained model; its dialect is that of the server's checkpoint.
     """
     base = import_module("vllm.distributed.weight_transfer.base")
+    # vLLM 0.30, SkyRL's, takes any order, and has no groups.
+    groups_of = getattr(base, "layerwise_groups", lambda names: [names])
 
     class CodesSource(base.WeightSource):  # type: ignore[name-defined]
         def metadata(self) -> list[Any]:
             """Return a ``ParamMeta`` for every tensor, group by group, and cast nothing."""
             found = {name: (name, dtype, tuple(shape)) for name, dtype, shape in refit.metadata()}
-            groups = base.layerwise_groups(list(found))
+            groups = groups_of(list(found))
             return [base.ParamMeta(*found[name]) for group in groups for name in group]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
