@@ -8,14 +8,15 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from zerocast.peer_memory import PeerBuffer, read
+from zerocast.peer_memory import PeerBuffer, draw_token, read
 
 
 def hold(pipe: Connection) -> None:
     """Tell where some bytes are, and stay until that is answered."""
     held = torch.arange(300, dtype=torch.uint8)
-    pipe.send(PeerBuffer.of(held))
+    pipe.send(PeerBuffer.of(held, token := draw_token(3)))
     pipe.recv()
+    assert token.value % 2**20 == 3
 
 
 def test_bytes_of_another_process_are_read() -> None:
@@ -41,6 +42,26 @@ def test_bytes_of_another_process_are_read() -> None:
     process.join()
     with pytest.raises(ProcessLookupError):
         read(peer, 0, into)
+
+
+def test_a_token_is_drawn_for_each_reading_and_no_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a copy of a process has another one, and a rank that finds itself by the number of its
+    peer reads nothing, even where both have drawn alike.
+    """
+    assert len({draw_token(5).value for _ in range(99)}) == 99
+    monkeypatch.setattr("secrets.randbits", lambda bits: 2**bits - 1)
+    own, theirs = (draw_token(rank) for rank in (0, 2**23 - 1))
+    assert 0 < own.value < theirs.value == 2**63 - 1
+    held, into = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+    peer = PeerBuffer.of(held, own)
+    read(peer, 0, into)
+    assert not into.any()
+    held.fill_(2)
+    with pytest.raises(ProcessLookupError):
+        read(peer._replace(token=theirs.value), 0, into)
+    assert not into.any()
 
 
 def test_where_the_system_cannot_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

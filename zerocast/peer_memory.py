@@ -3,6 +3,11 @@
 On Linux that takes ``process_vm_readv``: between processes of one user, unless a container or
 ptrace's settings (Yama) forbid it. It reads what is there; who writes it when is for the caller to
 settle with the other process.
+
+A number of a process may mean another process here than there, or this one: containers of one host
+have process 1 each, and copies of one process (forked, or restored from a snapshot) have the same
+memory at the same addresses. So what is read proves each time that it is the one that is meant, by
+a number that was drawn for that reading and is no other rank's.
 """
 
 from __future__ import annotations
@@ -15,7 +20,16 @@ from typing import NamedTuple
 
 import torch
 
-_TOKEN = ctypes.c_int64(secrets.randbits(63))
+_RANK_BITS = 23
+
+
+def draw_token(rank: int) -> ctypes.c_int64:
+    """Draw a number by which others know the process of ``rank`` as long as they read its memory.
+
+    It is drawn for each reading, because copies of a process have what it drew before. It contains
+    the rank, because copies of a machine may draw alike: so a rank never takes itself for a peer.
+    """
+    return ctypes.c_int64(secrets.randbits(63 - _RANK_BITS) << _RANK_BITS | rank)
 
 
 class PeerBuffer(NamedTuple):
@@ -34,9 +48,11 @@ class PeerBuffer(NamedTuple):
     token: int
 
     @classmethod
-    def of(cls, buffer: torch.Tensor) -> PeerBuffer:
-        """Return what other processes need to know of ``buffer``, on the CPU and contiguous."""
-        return cls(os.getpid(), buffer.data_ptr(), ctypes.addressof(_TOKEN), _TOKEN.value)
+    def of(cls, buffer: torch.Tensor, token: ctypes.c_int64) -> PeerBuffer:
+        """Return what other processes need to know of ``buffer``, on the CPU and contiguous; both
+        are to be kept until they have read.
+        """
+        return cls(os.getpid(), buffer.data_ptr(), ctypes.addressof(token), token.value)
 
 
 def read(peer: PeerBuffer, start: int, into: torch.Tensor) -> None:

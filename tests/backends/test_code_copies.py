@@ -18,7 +18,7 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.digest import digest
 from zerocast.comm import Communicator, run_in_process
 from zerocast.numerics import Backend, CodeCopy, LaunchOn, SharedByte
-from zerocast.peer_memory import PeerBuffer
+from zerocast.peer_memory import PeerBuffer, draw_token
 
 COPIED = SUBJECTS["copied codes"]
 
@@ -90,7 +90,8 @@ def check_reads(backend: Backend) -> None:
     one is.
     """
     theirs = draw_values("normal", 5 << 17, 5).view(torch.uint8)
-    peer = PeerBuffer.of(theirs)
+    peer = PeerBuffer.of(theirs, token := draw_token(0))
+    assert token.value == peer.token  # and held until all is read
     sizes = [0, 1, 63, 64, 4096, 5000, 1 << 18, (1 << 18) + 1, (1 << 19) + 4099]
     memory = torch.zeros(sum(sizes) + 64 * len(sizes), dtype=torch.uint8)
     copies, at = [], 1

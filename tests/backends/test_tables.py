@@ -45,7 +45,7 @@ from zerocast.numerics import (
     TakenDigest,
     TensorOperand,
 )
-from zerocast.peer_memory import PeerBuffer
+from zerocast.peer_memory import PeerBuffer, draw_token
 
 SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
@@ -95,7 +95,7 @@ WRITERS = {
     "CopyTarget": lambda o: copy_rows([CodeCopy(ONE, 0, None if o is BARE else 0)], ONE, address)[
         0
     ],
-    "PeerBuffer": lambda o: peer_row(PeerBuffer.of(ONE)),
+    "PeerBuffer": lambda o: peer_row(PeerBuffer.of(ONE, draw_token(0))),
     "Comparison": lambda o: comparison_row(COMPARISON, address),
     "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),

@@ -21,7 +21,7 @@ from zerocast.comm import Communicator, RecordingCommunicator, processes
 from zerocast.comm.communicator import PartCopies
 from zerocast.errors import VerificationError
 from zerocast.numerics import CodeCopy
-from zerocast.peer_memory import PeerBuffer, read
+from zerocast.peer_memory import PeerBuffer, draw_token, read
 from zerocast.tensors.digest import digest
 
 
@@ -78,7 +78,7 @@ def test_what_is_copied_in_place_is_not_read_again(of_process: bool) -> None:
     places = [slice(begin, end) for begin, end in pairwise(ends)]
     ranges = [[(at, 7) for at in some] for some in (places[:2], places[2:4], places[5:])]
     copies = CopiesInPlace(ranges)
-    theirs = torch.zeros(720, dtype=torch.uint8)
+    theirs, token = torch.zeros(720, dtype=torch.uint8), draw_token(0)
     for moves in range(3):
         if moves != 1:
             whole = torch.zeros(720, dtype=torch.uint8)
@@ -86,7 +86,7 @@ def test_what_is_copied_in_place_is_not_read_again(of_process: bool) -> None:
         assert copies.begin(whole, takes_digests=True) is copies
         assert copies.copied == []
         for rank in (0, 2):
-            copies.copy(rank, PeerBuffer.of(theirs) if of_process else theirs)
+            copies.copy(rank, PeerBuffer.of(theirs, token) if of_process else theirs)
         taken = [each for digests in copies.copied for each in digests.ranges if each]
         sums = [int(each) for digests in copies.copied for each in digests.sums]
         assert [end - first for _, first, end in taken] == [5, 0, 124, 1, 442]

@@ -110,9 +110,10 @@ def test_tensor_parallel_shards(
             plan.step += tp.rank
         return ""
 
-    messages = run_ranks("in_process", 4, on_rank)
+    for _ in range(2):  # a file of another run or group keeps its bytes
+        messages = run_ranks("in_process", 4, on_rank)
+    file, _ = tmp_path.iterdir()
     assert all("w (" in each and "rank 1 holds" in each for each in messages), messages
-    (file,) = tmp_path.iterdir()
     assert read_fault(file)[0]["tensor parallel shard"][:2] == [[96, 32], dim]
     assert main(["reproduce", str(file)]) == 1
 
@@ -263,10 +264,55 @@ def test_a_file_knows_what_the_cast_knew(
     assert "This machine casts the right bytes" in capsys.readouterr().out
 
 
+class Astray(RecordingCommunicator):
+    """Rank 1 receives another first byte of large buffers: of codes, and of masters."""
+
+    def _changed(self, buffer: torch.Tensor) -> None:
+        if self.rank == 1 and buffer.nbytes > 1000:
+            buffer.view(torch.uint8)[0] ^= 0x10
+
+    def all_gather_(self, buffer: torch.Tensor, counts: Any = None) -> None:
+        super().all_gather_(buffer, counts)
+        self._changed(buffer)
+
+    def start_all_gather_(self, buffer: torch.Tensor, counts: Any = None) -> Callable[[], None]:
+        wait = super().start_all_gather_(buffer, counts)
+
+        def changed() -> None:
+            wait()
+            self._changed(buffer)
+
+        return changed
+
+    def start_all_gather_by(self, buffer: torch.Tensor, counts: Any, copies: Any) -> Any:
+        return self.start_all_gather_(buffer, counts)
+
+
+@pytest.mark.parametrize("mode", ["hash", "full"])
+def test_whoever_gathers_other_masters_judges_nobody(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What carries codes wrongly carries the masters so by which they would be judged. All ranks
+    say this, and blame no owner, and leave no file.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def on_rank(comm: Communicator) -> str:
+        recording = Astray(comm)
+        each = Weights(recording, verify=mode)
+        return message_of(VerificationError, each.step)
+
+    messages = run_ranks("in_process", 3, on_rank)
+    assert len(set(messages)) == 1
+    assert "rank 1 gathered other bytes of it than its owners sent" in messages[0]
+    assert "holds" not in messages[0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_likely_cause_of_a_difference() -> None:
     """Codes of others that a rank alone misses were not gathered; where a rank's own differ, too,
-    it is stale; a single element is not called the first of many, and what each rank makes for
-    itself is of no shard.
+    it is stale; where all differ, no more is known of its owner. A single element is not called the
+    first of many, and what each rank makes for itself is of no shard.
     """
     weight = HeldWeight("w", zerocast.empty((32, 32), "nvfp4").quantized_storage, [], None)
     others = Difference("rowwise_data", (0, 1), "0x1", "0x2", 1, owner=0)
@@ -277,6 +323,9 @@ def test_the_likely_cause_of_a_difference() -> None:
     stale = _message(weight, [(None, ""), (others, "file"), (own, "")])
     assert "it is stale there" in stale
     assert "shard of rank 2, the first of 7 elements" in stale
+    everywhere = _message(weight, [(others, ""), (others, ""), (others, "")])
+    assert "its owner, too, holds other bytes: it cast under another recipe, " in everywhere
+    assert "or wrongly" in everywhere
     scale = _message(weight, [(replace(own, count=2, owner=-1), "")])
     assert "the first of 2 elements" in scale
     assert "of the shard" not in scale

@@ -27,13 +27,16 @@ weights are compared.
 
 Where ranks differ, the first weight that does is cast whole, as for ``"full"``, and judges who
 holds the right bytes. Every rank then raises the same :class:`VerificationError`, and one that
-holds others leaves a file, by which ``python -m zerocast reproduce FILE`` repeats the cast.
+holds others leaves a file, by which ``python -m zerocast reproduce FILE`` repeats the cast. The
+masters for that are gathered, too. Where a rank received others than their owners sent, as the sum
+of the shards' digests tells, nobody is judged, and the error says so.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -223,10 +226,19 @@ class Verification:
         with attempt:
             found = None if attempt.error else first_difference(weight, whole.storage)
         raise_together(comm, attempt.error)
+        told = comm.all_gather_object((found, whole.owned, whole.gathered))
+        sent = sum(owned for _, owned, _ in told)
+        if astray := [rank for rank, (*_, got) in enumerate(told) if (got - sent) % 2**64]:
+            return VerificationError(
+                f"{weight.name}: nobody can tell what its master is cast to, for "
+                f"{failure.name(astray)} gathered other bytes of it than its owners sent: what "
+                f"carries bytes between ranks changes them, or memory does. Do not go on with "
+                f"these weights; load the last checkpoint where bytes arrive as they were sent."
+            )
+        if all(each is None for each, *_ in told):
+            return None
         left = "" if found is None else _leave_file(comm, weight, whole, found, step)
         everyone: list[tuple[Difference | None, str]] = comm.all_gather_object((found, left))
-        if all(each is None for each, _ in everyone):
-            return None
         message = _message(weight, everyone)
         if others:
             more = f" and {len(others) - _WEIGHTS_NAMED} more" * (len(others) > _WEIGHTS_NAMED)
@@ -297,7 +309,10 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
     elif right:
         cause = "it is stale there or was changed, or cast under another recipe"
     else:
-        cause = "its owner cast under another recipe, or another master than it has now"
+        cause = (
+            "its owner, too, holds other bytes: it cast under another recipe, another master than "
+            "it has now, or wrongly, or what it cast was changed before it was gathered"
+        )
     files = [left for _, left in everyone if left]
     return (
         f"{weight.name} {tuple(weight.storage.shape)} is not what its master is cast to: "
@@ -316,7 +331,9 @@ def _leave_file(
     """Write what repeats the cast into the working directory; return where it is, or why not."""
     storage, tp_shard = weight.storage, weight.storage.tp_shard
     name = re.sub(r"[^\w.-]+", "_", weight.name)
-    path = Path.cwd() / f"zerocast-fault-{name}-step{step}-rank{comm.rank}.safetensors"
+    # Ranks of several groups have one number, and other runs and hosts may write here, too.
+    where = f"{name}-step{step}-rank{comm.rank}-{secrets.token_hex(4)}"
+    path = Path.cwd() / f"zerocast-fault-{where}.safetensors"
     fault = {
         "numerics version": NUMERICS_VERSION,
         "name": weight.name,

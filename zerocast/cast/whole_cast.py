@@ -7,7 +7,7 @@ of the weights, or for the one that was found wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from zerocast.comm import Communicator
 from zerocast.formats import decode, unpack_nibbles
 from zerocast.layout import Extent
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.digest import each_digest
 from zerocast.tensors.quantize import quantize_into
 
 
@@ -48,12 +49,16 @@ class WholeCast:
         before: the recipe state and amax before the cast, by name.
         amaxes: int32, of the cast: of blocks and tensor, those of other weights and shards that
             they are the largest of included.
+        owned, gathered: digests of this rank's shards of the masters that were gathered for it, and
+            of what was gathered: that is the sum of all ranks' first ones, unless bytes changed.
     """
 
     storage: QuantizedStorage
     master: torch.Tensor
     before: dict[str, torch.Tensor]
     amaxes: torch.Tensor
+    owned: int = 0
+    gathered: int = 0
 
 
 def cast_whole(
@@ -69,9 +74,10 @@ def cast_whole(
         weights: one, and the others of its amax group.
         masters: this rank's shard of each; None where it owns nothing.
     """
+    sums: list[torch.Tensor] = []
     shared: torch.Tensor | None = None  # the largest tensor amax of each matrix
     for weight, master in list(zip(weights, masters, strict=True))[1:]:
-        whole = gather_master(comm, weight, master)
+        whole = gather_master(comm, weight, master, sums)
         amaxes = cast_again(weight.storage, whole).amaxes.view(-1, weight.storage.amax_slots)
         shared = amaxes[:, -1] if shared is None else torch.maximum(shared, amaxes[:, -1])
     first = weights[0].storage
@@ -79,7 +85,9 @@ def cast_whole(
     if shared is not None:
         least = shared.new_zeros(len(shared), first.amax_slots)
         least[:, -1] = shared
-    return cast_again(first, gather_master(comm, weights[0], masters[0]), least)
+    made = cast_again(first, gather_master(comm, weights[0], masters[0], sums), least)
+    owned, gathered = torch.stack(sums).sum(0).tolist()
+    return replace(made, owned=owned, gathered=gathered)
 
 
 def cast_again(
@@ -105,9 +113,14 @@ def cast_again(
 
 
 def gather_master(
-    comm: Communicator, weight: HeldWeight, master: torch.Tensor | None
+    comm: Communicator,
+    weight: HeldWeight,
+    master: torch.Tensor | None,
+    sums: list[torch.Tensor],
 ) -> torch.Tensor:
-    """FP32, of the weight's shape: its whole master. Collective."""
+    """FP32, of the weight's shape: its whole master. Collective. The digests of this rank's shard
+    and of the whole, int64 [2], are added to ``sums``.
+    """
     places = dict(weight.owners)
     counts = [places[rank].size if rank in places else 0 for rank in range(comm.size)]
     whole = torch.empty(sum(counts), dtype=torch.float32, device=weight.storage.device)
@@ -118,6 +131,8 @@ def gather_master(
     parts = comm.all_gather_parts(own, counts)
     for rank, extent in weight.owners:
         whole[extent.start : extent.end] = parts[rank]
+    start = places[comm.rank].start if counts[comm.rank] else 0
+    sums.append(each_digest([own, whole], [start, 0]))
     return whole.view(weight.storage.shape)
 
 

@@ -6,14 +6,16 @@ collectives. A transport adds how ranks tell each other their states.
 
 from __future__ import annotations
 
-import platform
+import os
+import socket
 import struct
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from zerocast.comm.failure import (
@@ -69,19 +71,33 @@ class Call:
         return f"{self.count} {self.text}".encode()[:HEADER].ljust(HEADER)
 
 
+def node() -> str:
+    """Return what tells this process's node from others: its host's name and, on Linux, the start
+    of its kernel and its namespace of processes. Asked of the system each time, because a process
+    may be a copy of one elsewhere.
+    """
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
 class Peers(ABC):
     """The other ranks of one group, as one process sees them.
 
     Attributes:
-        share_node: whether all ranks are known to be on one node: since they have told, with
-            maxima at the latest, so on all of them alike.
+        share_node: whether all ranks are known to be on one node, where each knows the others'
+            processes by the same numbers: since they have told, with maxima at the latest, so on
+            all of them alike.
         reads_memory: whether none is known to be unable to read the memory of another: on all of
             them alike.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._node = zlib.crc32(platform.node().encode()) >> 1
+        self._node = zlib.crc32(node().encode()) >> 1
         self.share_node, self.reads_memory = False, True
         self._count = 0
         self._said: dict[int, Said] = {}

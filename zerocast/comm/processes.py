@@ -30,7 +30,7 @@ from zerocast.comm.communicator import (
 )
 from zerocast.comm.failure import alone, announcing
 from zerocast.comm.peers import MAXIMA, Begin, Peers
-from zerocast.peer_memory import PeerBuffer
+from zerocast.peer_memory import PeerBuffer, draw_token
 
 _LARGE = 1 << 21
 """Bytes of a part, on average, from which on ranks of one node copy them from each other."""
@@ -167,11 +167,12 @@ class ProcessCommunicator(Communicator):
     def _gather_from_memory(self, text: str, flat: torch.Tensor, copies: PartCopies) -> bool:
         """Let ``copies`` copy the parts of all others; return whether every rank could do that."""
         told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
-        told[self.rank] = torch.tensor(PeerBuffer.of(flat), dtype=torch.int64, device="cpu")
+        own = PeerBuffer.of(flat, token := draw_token(self.rank))
+        told[self.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
         as_bytes = told.view(torch.uint8)
         sizes = [as_bytes.shape[1]] * self.size
         begin = lambda: self._begin_all_gather(as_bytes.view(-1), sizes)  # noqa: E731
-        self._start(text, begin, (flat, told))()
+        self._start(text, begin, (flat, told, token))()
         is_read = True
         with announcing([self]), alone():
             try:

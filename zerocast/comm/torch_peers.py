@@ -45,7 +45,12 @@ class TorchPeers(Peers):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = weakref.ref(group)
-        self._store = dist.PrefixStore("zerocast", c10d._get_process_group_store(group))
+        store = dist.PrefixStore("zerocast", c10d._get_process_group_store(group))
+        made = 0
+        # A group that is made again has the name of the one that failed, whose words stay in it.
+        with contextlib.suppress(RuntimeError):
+            made = store.add(f"made by {self._rank}", 1)
+        self._store = dist.PrefixStore(f"{made}", store)
 
     @classmethod
     def of(cls, group: ProcessGroup) -> TorchPeers:

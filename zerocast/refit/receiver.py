@@ -1,6 +1,6 @@
 """Receiver: the tensors that deltas are applied to, and which version of each is held."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,13 @@ from zerocast.tensors.digest import digest
 
 @dataclass
 class _State:
-    """What is known of a held tensor: the version that it has, and its checksum."""
+    """What is known of a held tensor: the version that it has, its checksum, and how many deltas
+    were applied when it changed last.
+    """
 
     version: int
     checksum: int
+    changed: int
 
 
 class Receiver:
@@ -31,10 +34,12 @@ class Receiver:
 
     Attributes:
         tensors: by name, as they are now.
+        applied: how many deltas were applied, of all tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.tensors = dict(tensors or {})
+        self.applied = 0
         self._states: dict[str, _State] = {}
 
     @property
@@ -82,7 +87,9 @@ class Receiver:
                 f"deltas(since=None)."
             )
         flat[places] = values
-        self._states[name] = _State(given.version, given.checksum)
+        self.applied += 1
+        changed = self.applied if len(places) else state.changed
+        self._states[name] = _State(given.version, given.checksum, changed)
         return tensor
 
     def _store(self, name: str, given: Delta) -> torch.Tensor:
@@ -97,8 +104,37 @@ class Receiver:
         if tensor is None or (tensor.shape, tensor.dtype) != (given.shape, given.dtype):
             tensor = self.tensors[name] = torch.empty_like(values)
         tensor.copy_(values)
-        self._states[name] = _State(given.version, given.checksum)
+        self.applied += 1
+        self._states[name] = _State(given.version, given.checksum, self.applied)
         return tensor
+
+    def changed_since(
+        self, applied: int, packed_modules_mapping: Mapping[str, Sequence[str]]
+    ) -> dict[str, torch.Tensor]:
+        """Return by name all tensors of the server's modules of which one has changed.
+
+        A server that builds a module anew from what it is given, as vLLM's ``reload_weights`` does,
+        takes for a tensor that it is not given whatever stands in memory: it serves NaN.
+
+        Args:
+            applied: what :attr:`applied` was when the server was last given tensors; 0 if never.
+            packed_modules_mapping: by the name of a server's module the names of those of the
+                checkpoint that it consists of: that of vLLM's class of the model. All experts of a
+                module ``experts`` are one of the server in any case.
+
+        Raises:
+            DeltaError: where the tensors are of several versions.
+        """
+        if self._states and self.version is None:
+            raise DeltaError(
+                "the tensors that are held are of several versions, which no server may load "
+                "together; apply every delta of a version, or ask for a full sync, "
+                "deltas(since=None)."
+            )
+        fused = _fused(packed_modules_mapping)
+        modules = {name: _module_of(name, fused) for name in self.tensors}
+        changed = {modules[n] for n, state in self._states.items() if state.changed > applied}
+        return {n: tensor for n, tensor in self.tensors.items() if modules[n] in changed}
 
     def check(self) -> None:
         """Read all tensors, and compare their bytes with the checksums of the latest deltas.
@@ -112,3 +148,26 @@ class Receiver:
                     f"{name}: the tensor that is held is not version {state.version}; it was "
                     f"written by something else. Ask for a full sync, deltas(since=None)."
                 )
+
+
+def _fused(packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[set[str]]:
+    """Return the names of modules that are one at the server, those that share one put together."""
+    found: list[set[str]] = []
+    for parts in packed_modules_mapping.values():
+        together = {part.strip(".") for part in parts}
+        together = together.union(*(each for each in found if each & together))
+        found = [each for each in found if not each & together] + [together]
+    return found
+
+
+def _module_of(name: str, fused: Sequence[set[str]]) -> tuple[str, int]:
+    """Return what tells the server's module that holds the tensor ``name``."""
+    path = "." + name.rpartition(".")[0]
+    before, is_expert, _ = f"{path}.".partition(".experts.")
+    if is_expert:
+        return before + is_expert, -1
+    for i, parts in enumerate(fused):
+        for part in parts:
+            if path.endswith(f".{part}"):
+                return path.removesuffix(part), i
+    return path, -1

@@ -5,6 +5,5 @@ patches nothing.
     verl        an engine's parameters, whole or in shards
     slime       slime's and miles' functions that quantize converted parameters
     nemo_rl     the map of NeMo-RL's resharding refit
-    skyrl       a weight extractor
-    vllm        a weight source of vLLM's transfer engines
+    vllm        a weight source of vLLM's transfer engines, which SkyRL takes, too
 """

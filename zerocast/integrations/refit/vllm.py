@@ -9,22 +9,29 @@ import torch
 from zerocast.refit import Refit
 
 
-class CodesSource:
-    """A ``WeightSource``: tensors in the checkpoint's format, which the engine loads with
-    ``is_checkpoint_format``.
+def codes_source(refit: Refit) -> Any:
+    """Return a ``WeightSource`` of whole tensors in the checkpoint's format, all on every rank.
 
     Args:
         refit: the refit of the trained model; its dialect is that of the server's checkpoint.
     """
+    base = import_module("vllm.distributed.weight_transfer.base")
+    # vLLM 0.30, SkyRL's, takes any order, and has no groups.
+    groups_of = getattr(base, "layerwise_groups", lambda names: [names])
 
-    def __init__(self, refit: Refit) -> None:
-        self.refit = refit
+    class CodesSource(base.WeightSource):  # type: ignore[name-defined]
+        def metadata(self) -> list[Any]:
+            """Return a ``ParamMeta`` for every tensor, group by group, and cast nothing."""
+            found = {name: (name, dtype, tuple(shape)) for name, dtype, shape in refit.metadata()}
+            groups = groups_of(list(found))
+            return [base.ParamMeta(*found[name]) for group in groups for name in group]
 
-    def metadata(self) -> list[Any]:
-        """Return a ``ParamMeta`` for every tensor, and cast nothing."""
-        meta = import_module("vllm.distributed.weight_transfer.base").ParamMeta
-        return [meta(name, dtype, tuple(shape)) for name, dtype, shape in self.refit.metadata()]
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            """Cast the weights as they are now; all ranks iterate over them."""
+            tensors, early = refit.named_tensors(), dict[str, torch.Tensor]()
+            for meta in self.metadata():
+                while meta.name not in early:  # others come after it in the groups' order
+                    early.update([next(tensors)])
+                yield meta.name, early.pop(meta.name)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Cast the weights as they are now; all ranks iterate over them."""
-        return self.refit.named_tensors()
+    return CodesSource()
