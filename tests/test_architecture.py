@@ -19,7 +19,7 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
-    ("arguments", "peer_memory", "untraced"),
+    ("arguments", "drafts", "peer_memory", "untraced"),
     ("formats",),
     ("layout",),
     ("numerics",),

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerocast.cli import conformance, doctor, estimation, inspection, reproduce
+from zerocast.cli import checkpoints, conformance, doctor, estimation, inspection, reproduce
+from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
 from zerocast.recipes import RECIPES
 
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     look.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="see docs/command_line.md")
     look.add_argument("--json", action="store_true", help="print JSON instead of a table")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
+    add_output(look, "html", reads=lambda given: checkpoints.sources(given.path))
     look.set_defaults(
-        run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.html)
+        run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.draft)
     )
     again = commands.add_parser("reproduce", help="a cast in which verify found a difference")
     again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
@@ -47,15 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cost.set_defaults(run=estimation.run)
     time = commands.add_parser("fit", help="what this machine takes for a step, for estimate")
     time.add_argument("path", type=Path, metavar="FILE", help="which estimate --machine reads")
+    add_output(time, "path")
     time.add_argument("--recipe", default="nvfp4", choices=list(RECIPES), help="of weights (nvfp4)")
     time.add_argument("--ranks", type=int, default=2, help="threads that play ranks (2)")
-    time.set_defaults(run=lambda given: estimation.fit(given.path, given.recipe, given.ranks))
+    time.set_defaults(run=lambda given: estimation.fit(given.draft, given.recipe, given.ranks))
     ruler = commands.add_parser("conform", help="whose bytes a package gives, and why others")
     conformance.add_arguments(ruler)
     ruler.set_defaults(run=conformance.run)
     given = parser.parse_args(arguments)
     try:
-        text, code = given.run(given)
+        with drafted(given) as given.draft:
+            text, code = given.run(given)
     except (ZerocastError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2

@@ -40,6 +40,13 @@ def entries(path: Path) -> Iterator[Entry]:
         raise InputError(f"inspect needs a file or a directory, and there is no {path}.")
 
 
+def sources(path: Path) -> list[Path]:
+    """Return the files of which a checkpoint at ``path`` may consist."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    suffixes = (*SUFFIXES, ".distcp", ".metadata")
+    return [file for file in files if file == path or file.name.endswith(suffixes)]
+
+
 def _directory(path: Path) -> Iterator[Entry]:
     if (path / ".metadata").is_file():
         yield from _distributed(path)

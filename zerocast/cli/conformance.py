@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from zerocast.cli.output import add_output
 from zerocast.conformance import PACKAGES, Score, package_of, packs, score, write_packs
 from zerocast.costs.tables import markdown
 from zerocast.errors import InputError
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(PACKAGES)
     parser.add_argument("package", nargs="?", metavar="PACKAGE", help=f"{known}; or module:name")
     parser.add_argument("--packs", type=Path, metavar="DIRECTORY", help="write the packs there")
+    add_output(parser, "packs", is_directory=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -34,8 +36,8 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         package = None if given.package is None else package_of(given.package)
         made = packs()
         scores = score(package, made) if package is not None else []
-    if given.packs is not None:
-        written = f"{write_packs(given.packs, made)} packs written to {given.packs}"
+    if given.draft is not None:
+        written = f"{write_packs(given.draft, made)} packs written to {given.packs}"
     if package is None:
         return written, 0
     code = int(any(each.different for each in scores))

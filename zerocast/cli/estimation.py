@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from zerocast.arguments import check_integer
+from zerocast.cli.output import add_output
 from zerocast.comm import run_in_process
 from zerocast.costs import MODELS, Machine, StepOptions, compare_gathers
 from zerocast.costs import fit as fit_machine
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--machine", default="h100", help="h100, or a file that fit wrote (h100)")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--png", type=Path, metavar="FILE", help="draw a picture, too; needs matplotlib")
+    add_output(parser, "png", reads=lambda given: [Path(given.model), Path(given.machine)])
 
 
 def run(given: argparse.Namespace) -> tuple[str, int]:
@@ -70,8 +72,8 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         )
         for dp in given.dp
     ]
-    if given.png is not None:
-        draw(by_ranks, machine, f"{given.model}, {given.tp} tensor-parallel ranks", given.png)
+    if given.draft is not None:
+        draw(by_ranks, machine, f"{given.model}, {given.tp} tensor-parallel ranks", given.draft)
     if given.json:
         return json.dumps([as_json(each, machine) for each in by_ranks], indent=1), 0
     pages = []
@@ -104,4 +106,4 @@ def fit(path: Path, recipe: str, ranks: int) -> tuple[str, int]:
     timed.append(("**together**", sum(t[1] for t in timed), sum(t[2] for t in timed)))
     rows = [[name, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}", f"{b / a - 1:+.0%}"] for name, a, b in timed]
     head = ["a step that was not fitted", "measured ms", "estimated ms", "error"]
-    return f"{machine.name}\n\n{markdown(head, rows)}\n\nWritten to {path}.", 0
+    return f"{machine.name}\n\n{markdown(head, rows)}", 0

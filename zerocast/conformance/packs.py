@@ -133,14 +133,19 @@ def packs() -> list[Pack]:
 def write_packs(directory: Path, made: Iterable[Pack]) -> int:
     """Write ``made`` to files of a directory, and SHA256SUMS beside them, which ``sha256sum -c``
     reads; return how many.
+
+    Raises:
+        FileExistsError: for a file that is there already.
     """
     directory.mkdir(parents=True, exist_ok=True)
     sums = []
     for pack in sorted(made, key=lambda pack: pack.file):
         document = pack.text().encode()
-        (directory / pack.file).write_bytes(document)
+        with (directory / pack.file).open("xb") as file:
+            file.write(document)
         sums.append(f"{hashlib.sha256(document).hexdigest()}  {pack.file}\n")
-    (directory / "SHA256SUMS").write_text("".join(sums))
+    with (directory / "SHA256SUMS").open("x") as listed:
+        listed.write("".join(sums))
     return len(sums)
 
 

@@ -9,18 +9,21 @@ ranks, byte for byte.
     dialects      names, shapes and formulas; known_dialects: the table of them
     entries       what is exported of a model, and what a rank has of it
     weights       how it is cast and becomes whole
-    pretrained    directories of safetensors
+    pretrained    directories of safetensors; folder: how they are filled, report: with what
+    wrappers      the model inside of what wraps it
 """
 
 from zerocast.export.dialects import Dialect, TensorScale
 from zerocast.export.known_dialects import DIALECTS
 from zerocast.export.pretrained import decode_tensors, load_pretrained, save_pretrained
+from zerocast.export.report import ExportReport
 from zerocast.export.weights import Export
 
 __all__ = [
     "DIALECTS",
     "Dialect",
     "Export",
+    "ExportReport",
     "TensorScale",
     "decode_tensors",
     "load_pretrained",

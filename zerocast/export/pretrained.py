@@ -3,14 +3,16 @@
 Note: who writes what
 ~~~~~~~~~~~~~~~~~~~~~
 Every bucket of tensors is one file, and the ranks write the files in turn. The files are the same
-on any number of ranks. ``config.json`` and the index are written last, by rank 0, after all files
-are whole: a directory without them is unfinished.
+on any number of ranks. Rank 0 writes what does not wait for a cast first, so that it is refused
+first; then all files take their names, ``config.json`` the last: a directory without it is
+unfinished. How directories are filled is in :mod:`zerocast.export.folder`.
 """
 
 import json
+import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,18 @@ import torch
 
 from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, raise_together, raising_together
+from zerocast.drafts import drafts_in, publish
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
+from zerocast.export.folder import add_tokenizer, check_folder
 from zerocast.export.known_dialects import DIALECTS, as_dialect
+from zerocast.export.report import ExportReport
 from zerocast.export.stages import NamedTensors
 from zerocast.export.weights import BUCKET_BYTES, Export
+from zerocast.export.wrappers import unwrapped
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES
-
-TOKENIZER_FILES = ("*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja", "*.model")
-"""What is copied of a tokenizer's directory."""
 
 
 def save_pretrained(
@@ -46,7 +49,7 @@ def save_pretrained(
     tokenizer: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: Group = None,
-) -> None:
+) -> ExportReport:
     """Save a model in a format that servers load: safetensors and ``config.json``. Collective.
 
     The files are the same on any number of ranks, and hold for every quantized weight what
@@ -56,7 +59,8 @@ def save_pretrained(
     Args:
         model: with quantized weights, whole on every rank, or with masters sharded by FSDP2. A
             model of transformers keeps its configuration; its tied weights are stored once.
-        directory: is made where it does not exist; one with safetensors in it is refused.
+        directory: is made where it does not exist. One with files of a model, or of the names that
+            are written, is refused, as is one that another export fills.
         dialect: one of :data:`zerocast.export.DIALECTS`, or its name.
         optimizer: the ZeroOptimizer that holds the masters of ``model``, for ``from_masters``.
         from_masters: False saves the bytes that the model was trained with, which the dialect must
@@ -72,15 +76,20 @@ def save_pretrained(
         names: the names of parameters in the checkpoint, by those in the model: a mapping, where
             those that it lacks stay, or a function. None for those that transformers gives them, of
             a model of that package.
-        tokenizer: with a method ``save_pretrained``, or a directory whose tokenizer files are
-            copied.
+        tokenizer: a tokenizer or processor with a method ``save_pretrained``, or its directory, of
+            which all files but hidden ones, weights and the model's configuration are copied.
         bucket_bytes: about how many bytes a file has.
         group: the ranks that save together: those of ``optimizer`` by default, or all.
 
+    Returns:
+        What was written, on every rank. Rank 0 logs it, too, to the logger ``zerocast`` at INFO.
+
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
-            be saved so, on any; nothing has been written.
+            be saved so, on any.
         NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+
+    After an error the directory holds nothing of this export.
     """
     export = Export(
         model,
@@ -94,43 +103,59 @@ def save_pretrained(
         bucket_bytes=bucket_bytes,
         group=group,
     )
-    comm, folder = export.comm, Path(directory)
-    with raising_together(comm):
-        _require_safetensors()
-        if comm.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.glob("*.safetensors")):
+    comm, model, drafts = export.comm, unwrapped(model), Path()
+    with ExitStack() as opened:
+        with raising_together(comm):
+            _require_safetensors()
+            if comm.rank == 0:
+                drafts = opened.enter_context(drafts_in(Path(directory).absolute()))
+                if tokenizer is not None:
+                    add_tokenizer(tokenizer, drafts)
+                generation = getattr(model, "generation_config", None)
+                if generation is not None:
+                    generation.save_pretrained(drafts)
+                section = export.dialect.quantization_config(export.unquantized)
+                nominal = next(entry.dtype for entry in export.entries if entry.recipe is not None)
+                own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": section}
+                _write_json(_configuration(model) | own, drafts / "config.json")
+                check_folder(drafts)
+        drafts = Path(comm.all_gather_object(str(drafts))[0])
+        with raising_together(comm):
+            if not drafts.is_dir():
                 raise InputError(
-                    f"save_pretrained needs a directory without safetensors files, got {folder}, "
-                    f"which has some; choose another, or remove them."
+                    f"save_pretrained needs a directory that all ranks share, got {drafts.parent}."
                 )
 
-    count, places, size = len(export.plan_buckets()), dict[str, str](), 0
-    attempt, buckets = Attempt(), export.buckets()
-    for i in range(count):
-        tensors = next(buckets)  # of which enumerate would hold the latest
-        file = f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
-        places.update(dict.fromkeys(tensors, file))
-        size += sum(tensor.nbytes for tensor in tensors.values())
-        if comm.rank == i % comm.size:
-            with attempt:
-                _write(tensors, folder / file)
-        del tensors  # before the next ones come
-    raise_together(comm, attempt.error)
+        count, places, size = len(export.plan_buckets()), dict[str, str](), 0
+        attempt, buckets = Attempt(), export.buckets()
+        for i in range(count):
+            tensors = next(buckets)  # of which enumerate would hold the latest
+            part = f"-{i + 1:05}-of-{count:05}" if count > 1 else ""
+            file = f"model{part}.safetensors"
+            places.update(dict.fromkeys(tensors, file))
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            if comm.rank == i % comm.size:
+                with attempt:
+                    _write(tensors, drafts / file)
+            del tensors  # before the next ones come
+        raise_together(comm, attempt.error)
 
-    with raising_together(comm):
-        if comm.rank == 0:
-            if count > 1:
-                index = {"metadata": {"total_size": size}, "weight_map": places}
-                _write_json(index, folder / "model.safetensors.index.json")
-            _save_tokenizer(tokenizer, folder)
-            generation = getattr(model, "generation_config", None)
-            if generation is not None:
-                generation.save_pretrained(folder)
-            section = export.dialect.quantization_config(export.unquantized)
-            nominal = next(entry.dtype for entry in export.entries if entry.recipe is not None)
-            own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": section}
-            _write_json(_configuration(model) | own, folder / "config.json")
+        files: dict[str, int] = {}
+        with raising_together(comm):
+            if comm.rank == 0:
+                if count > 1:
+                    index = {"metadata": {"total_size": size}, "weight_map": places}
+                    _write_json(index, drafts / "model.safetensors.index.json")
+                check_folder(drafts)
+                files = publish(drafts, last="config.json")
+    formats = {
+        each.stored: export.dialect.of(each.name).name if each.recipe else f"{each.dtype}"
+        for each in export.entries
+    }
+    report = ExportReport(drafts.parent, comm.all_gather_object(files)[0], formats)
+    if comm.rank == 0:
+        logging.getLogger("zerocast").info("%s", report)
+    return report
 
 
 def load_pretrained(
@@ -214,10 +239,10 @@ def _require_safetensors() -> None:
 
 
 def _write(tensors: NamedTensors, path: Path) -> None:
-    """Write ``path`` as a whole: a process that ends in between leaves no file of that name."""
+    """Write a file of safetensors from the host's memory."""
     from safetensors.torch import save_file
 
-    unfinished, on_host = path.with_suffix(".unfinished"), NamedTensors()
+    on_host = NamedTensors()
     seen: set[int] = set()
     for name, tensor in tensors.items():
         stored = tensor.cpu().contiguous()
@@ -226,14 +251,11 @@ def _write(tensors: NamedTensors, path: Path) -> None:
         is_alone = memory.nbytes() == stored.nbytes and memory.data_ptr() not in seen
         on_host[name] = stored if is_alone else stored.clone()
         seen.add(memory.data_ptr())
-    save_file(on_host, unfinished, metadata={"format": "pt"})
-    unfinished.replace(path)
+    save_file(on_host, path, metadata={"format": "pt"})
 
 
 def _write_json(content: Any, path: Path) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.replace(path)
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _read(folder: Path, device: torch.device) -> NamedTensors:
@@ -255,20 +277,6 @@ def _read(folder: Path, device: torch.device) -> NamedTensors:
     if missing:
         raise InputError(f"{folder} lacks {min(missing)}, which its index names.")
     return tensors
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(folder)
-    elif tokenizer is not None:
-        files = {file for pattern in TOKENIZER_FILES for file in Path(tokenizer).glob(pattern)}
-        if not files:
-            raise InputError(
-                f"tokenizer must have a method save_pretrained, or be a directory with tokenizer "
-                f"files, got {tokenizer!r}."
-            )
-        for file in sorted(files):
-            shutil.copy(file, folder / file.name)
 
 
 # --- config.json ---

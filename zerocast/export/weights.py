@@ -51,6 +51,7 @@ from zerocast.export.stages import (
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
 from zerocast.export.values import check_finite, check_tensor_scale
+from zerocast.export.wrappers import check_names, unwrapped
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
@@ -138,6 +139,7 @@ class Export:
             self.dialect = as_dialect(dialect)
             if torch.distributed.is_available() and isinstance(model, torch.nn.Module):
                 reshard(model)
+            self._model = model = unwrapped(model)
             self._planned = planned_weights(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
@@ -149,6 +151,7 @@ class Export:
             entries = [each for _, own in parts for each in own]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
             self.entries = renamed(entries, self._names, self.dialect)
+            check_names(entry.stored for entry in self.entries)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "

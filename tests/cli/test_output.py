@@ -1,0 +1,148 @@
+"""What commands write: never over what exists, unless asked; never over what they read."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from zerocast import costs
+from zerocast.cli import conformance, estimation, inspection, main
+from zerocast.conformance import Pack
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A checkpoint of one tensor."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(3)}, path)
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Let machines and packs take no time to be made, and pictures need no package."""
+    h100 = costs.MACHINES["h100"]
+    checks = [SimpleNamespace(phase="all", measured=1.0, estimated=1.0)]
+    monkeypatch.setattr(estimation, "fit_machine", lambda comm, recipe: (h100, checks))
+    monkeypatch.setattr(estimation, "compare_gathers", lambda *given, **options: {})
+    monkeypatch.setattr(estimation, "as_json", lambda each, machine: {})
+    monkeypatch.setattr(estimation, "draw", lambda ranks, of, title, path: path.write_text("new"))
+    monkeypatch.setattr(conformance, "packs", lambda: [Pack("values", "e4m3", "", [])])
+
+
+def commands(model: Path) -> dict[str, tuple[list[str], object, str]]:
+    """By command its arguments up to the path that it writes to, and what does its work."""
+    return {
+        "inspect": (["inspect", str(model), "--html"], inspection, "entries"),
+        "fit": (["fit"], estimation, "fit_machine"),
+        "estimate": (["estimate", "llama-8b", "--json", "--png"], estimation, "compare_gathers"),
+        "conform": (["conform", "--packs"], conformance, "packs"),
+    }
+
+
+@pytest.mark.parametrize("name", ["inspect", "fit", "estimate", "conform"])
+def test_a_command_overwrites_nothing_unless_asked(
+    name, tmp_path, model, quick, monkeypatch, capsys
+):
+    """A file that exists, a link, and one to nowhere, are refused before the work, and stay;
+    --overwrite replaces a file or a link, not what it leads to; a new one needs no option. Nothing
+    else is left beside it.
+    """
+    arguments, module, work = commands(model)[name]
+    output = tmp_path / "output"
+    written = output / "values-e4m3.json" if name == "conform" else output
+    written.parent.mkdir(exist_ok=True)
+    target = tmp_path / "target"
+    target.write_text("kept")
+    for make in (
+        lambda: written.write_text("kept"),
+        lambda: written.symlink_to(target),
+        lambda: written.symlink_to(tmp_path / "nowhere"),
+    ):
+        make()
+        before = written.lstat().st_ino, written.lstat().st_mtime_ns
+        with monkeypatch.context() as patch:
+            patch.setattr(module, work, lambda *given, **options: pytest.fail("worked"))
+            assert main([*arguments, str(output)]) == 2
+        assert "exists; give another, or --overwrite" in capsys.readouterr().err
+        assert (written.lstat().st_ino, written.lstat().st_mtime_ns) == before
+        assert not (tmp_path / "nowhere").exists()
+        if written.exists():
+            assert main([*arguments, str(output), "--overwrite"]) == 0
+            assert not written.is_symlink()
+            assert written.read_text() != "kept"
+        written.unlink()
+        (output / "SHA256SUMS").unlink(missing_ok=True) if output.is_dir() else None
+    assert target.read_text() == "kept"
+    assert main([*arguments, str(output)]) == 0
+    assert written.stat().st_size
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "output", "target"}
+    assert len(list(written.parent.iterdir())) == (2 if name == "conform" else 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # no process group
+@pytest.mark.parametrize("way", ["itself", "its hard link", "its link", "another path"])
+@pytest.mark.parametrize("option", [[], ["--overwrite"]])
+def test_no_command_writes_to_what_it_reads(tmp_path, model, quick, way, option, capsys):
+    """Whatever its name: the file, a file of a directory, a configuration, a machine."""
+    machine, config = tmp_path / "machine.json", tmp_path / "config.json"
+    costs.MACHINES["h100"].save(machine)
+    config.write_text("{}")
+    folder = tmp_path / "folder"
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=folder)
+    piece = next(folder.glob("*.distcp"))
+    for arguments, read in (
+        (["inspect", str(model), "--html"], model),
+        (["inspect", str(folder), "--html"], piece),
+        (["inspect", str(tmp_path), "--html"], model),
+        (["estimate", str(config), "--json", "--png"], config),
+        (["estimate", "llama-8b", "--json", "--machine", str(machine), "--png"], machine),
+    ):
+        other = tmp_path / "other"
+        if way == "its hard link":
+            os.link(read, other)
+        elif way == "its link":
+            other.symlink_to(read)
+        output = {"itself": read, "another path": read.parent / ".." / read.parent.name / read.name}
+        before = read.read_bytes()
+        assert main([*arguments, str(output.get(way, other)), *option]) == 2
+        assert "is what the command reads" in capsys.readouterr().err
+        assert read.read_bytes() == before
+        other.unlink(missing_ok=True)
+
+
+def test_a_command_that_fails_writes_nothing(tmp_path, model, quick, monkeypatch, capsys):
+    """The old file stays whole, and no draft beside it; nor is one put over what another program
+    wrote meanwhile, or over what is no file.
+    """
+    page = tmp_path / "page.html"
+    page.write_text("kept")
+    assert main(["inspect", str(tmp_path / "none.pt"), "--html", str(page), "--overwrite"]) == 2
+    assert main(["inspect", str(model), "--html", str(tmp_path), "--overwrite"]) == 2
+    assert main(["inspect", str(model), "--html", os.devnull, "--overwrite"]) == 2
+    assert main(["conform", "--packs", str(page), "--overwrite"]) == 2
+    capsys.readouterr()
+    new, entries = tmp_path / "new.html", inspection.entries
+
+    def meanwhile(path):
+        new.write_text("another's")
+        return entries(path)
+
+    monkeypatch.setattr(inspection, "entries", meanwhile)
+    assert main(["inspect", str(model), "--html", str(new)]) == 2
+    assert "File exists" in capsys.readouterr().err
+    assert (page.read_text(), new.read_text()) == ("kept", "another's")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "new.html", "page.html"}
+
+
+def test_a_file_has_the_mode_of_the_umask(tmp_path, model, quick):
+    """And its directory is made."""
+    before = os.umask(0o027)
+    try:
+        assert main(["inspect", str(model), "--html", str(tmp_path / "a" / "page.html")]) == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a" / "page.html").stat().st_mode & 0o777 == 0o640

@@ -1,0 +1,52 @@
+"""What a command writes: refused before any work where it would overwrite, whole or not at all."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerocast.drafts import drafts_in, publish
+from zerocast.errors import InputError
+
+Reads = Callable[[argparse.Namespace], list[Path]]
+"""From the arguments of a command to the files that it reads, of which some need not exist."""
+
+
+def add_output(
+    parser: argparse.ArgumentParser,
+    name: str,
+    *,
+    reads: Reads = lambda given: [],
+    is_directory: bool = False,
+) -> None:
+    """Let :func:`drafted` give what the command writes to for its argument ``name``, the path of a
+    file or of a directory of files; and add ``--overwrite``.
+    """
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.set_defaults(output=name, reads=reads, is_directory=is_directory)
+
+
+@contextmanager
+def drafted(given: argparse.Namespace) -> Iterator[Path | None]:
+    """Give the path that a command writes to, which becomes that of its argument at the end; None
+    where it writes nothing.
+
+    Raises:
+        InputError: where the path exists, if not to be overwritten, or is what the command reads.
+        OSError: where it cannot be written.
+    """
+    path: Path | None = getattr(given, getattr(given, "output", ""), None)
+    if path is None:
+        yield None
+        return
+    path = path.absolute()
+    if path.exists() and any(each.exists() and each.samefile(path) for each in given.reads(given)):
+        raise InputError(f"{path} is what the command reads; give another to be written.")
+    is_one = path.is_dir() if given.is_directory else path.is_file()
+    is_empty = given.is_directory and is_one and not any(path.iterdir())
+    if os.path.lexists(path) and not is_empty and not (given.overwrite and is_one):
+        raise InputError(f"{path} exists; give another, or --overwrite, which replaces files.")
+    with drafts_in(path if given.is_directory else path.parent) as drafts:
+        yield drafts if given.is_directory else drafts / path.name
+        publish(drafts, overwrite=given.overwrite)

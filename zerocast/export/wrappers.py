@@ -1,0 +1,59 @@
+"""The model inside of its wrappers, by whose names servers know the weights."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+from zerocast.errors import InputError, UnsupportedError
+
+_Source = TypeVar("_Source")
+
+INNER = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Where torch.compile and torch's checkpoint_wrapper have what they wrap: no module of a model."""
+
+REPLICAS = {"DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"}
+"""Classes, of torch and of others, that have what they wrap as ``module``."""
+
+
+def unwrapped(source: _Source) -> _Source | torch.nn.Module:
+    """Return a model without wrappers; modules that hold one are shallow copies, with the same
+    parameters. What is no module is returned as it is.
+
+    Raises:
+        UnsupportedError: for a model with adapters of peft, or flat parameters of FSDP1.
+    """
+    if not isinstance(source, torch.nn.Module):
+        return source
+    for kind in (kind for module in source.modules() for kind in type(module).__mro__):
+        if kind.__module__.startswith("peft.") or kind.__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(
+                f"a model with a {kind.__name__} has weights that no server knows; if peft's, "
+                f"merge first, by model = model.merge_and_unload(), if FSDP1's, use fully_shard."
+            )
+    return _unwrapped(source, {})
+
+
+def _unwrapped(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    """Return ``module`` without wrappers; one that occurs twice is one again."""
+    if id(module) not in seen:
+        is_replica = any(kind.__name__ in REPLICAS for kind in type(module).__mro__)
+        own = {n: child for n, child in module._modules.items() if child is not None}
+        children = {n: _unwrapped(child, seen) for n, child in own.items()}
+        inner = [children[n] for n in (*INNER, *["module"] * is_replica) if n in children]
+        found = inner[0] if inner else module
+        if not inner and any(children[n] is not own[n] for n in own):
+            found = object.__new__(type(module))
+            vars(found).update(vars(module), _modules=module._modules | children)
+        seen[id(module)] = found
+    return seen[id(module)]
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise :class:`InputError` for a name that has a wrapper's part, as an optimizer may have."""
+    for name in names:
+        if not set(INNER).isdisjoint(name.split(".")):
+            raise InputError(
+                f"{name} is what a wrapper calls a weight, and servers do not know it; give names= "
+                f"without the wrapper's part of it."
+            )
