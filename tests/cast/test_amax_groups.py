@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.claims import message_of
 from tests.support.planned import cut, unsharded
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
-from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
+from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError
 
 ROWS, COLS = (32, 16, 48), 64
@@ -178,7 +179,7 @@ def test_ranks_that_group_differently_are_told_apart(comm: Communicator) -> None
     weights = [zerocast.empty(master.shape, NVFP4) for master in given]
     mine, starts = (given, [0] * 3) if comm.rank == 0 else ([None] * 3, [None] * 3)
     groups = GROUPS[: comm.rank]
-    with pytest.raises(RankMismatchError, match="amax group=0:layers"):
+    with pytest.raises(RankMismatchError, match=r"none where rank 1 has amax group=layers\.0\.wq"):
         zerocast.CastPlan(weights, mine, starts, comm, names=NAMES, amax_groups=groups)
 
 
@@ -187,3 +188,91 @@ def test_a_copied_weight_keeps_its_group() -> None:
     weight = zerocast.empty((16, 16), NVFP4)
     weight.quantized_storage.amax_group = "g"
     assert copy.deepcopy(weight).quantized_storage.amax_group == "g"
+
+
+# --- stacks of matrices ---
+
+EXPERTS = torch.Size((4, 32, 32))
+GATE_UP = [["*.w1", "*.w3"]]
+
+
+def experts() -> list[torch.Tensor]:
+    """Two stacks whose matrices have amaxes of their own, now of the one and now of the other."""
+    factors = torch.tensor([[1.0, 2, 3, 4], [50, 0.1, 10, 300]])
+    normal = draw_values("normal", EXPERTS.numel(), 7).view(EXPERTS)
+    return [normal * factor[:, None, None] for factor in factors]
+
+
+def cast_experts(parts: list[zerocast.TensorParallelShard | None]) -> list[list[float]]:
+    """The amaxes of this rank's matrices of each stack, of which it has these parts."""
+    given = [m if p is None else p.slice_of(m) for m, p in zip(experts(), parts, strict=True)]
+    weights = [
+        zerocast.empty(m.shape, NVFP4, tp_shard=p) for m, p in zip(given, parts, strict=True)
+    ]
+    flat = [m.contiguous().view(-1) for m in given]
+    plan = zerocast.CastPlan(
+        weights, flat, [0, 0], SingleRank(), names=["x.w1", "x.w3"], amax_groups=GATE_UP
+    )
+    plan.cast()
+    return [weight.amax.flatten().tolist() for weight in weights]
+
+
+def whole_amaxes() -> list[float]:
+    """Of each matrix, of both stacks."""
+    both = torch.stack(experts()).bfloat16().abs()
+    return both.amax((0, 2, 3)).tolist()
+
+
+@pytest.mark.parametrize("other", [0, 1, 2], ids=["matrices", "rows", "columns"])
+@on_ranks("in_process", 2)
+def test_matrix_i_shares_its_amax_with_matrix_i(comm: Communicator, other: int) -> None:
+    """Of the whole stacks, where tensor parallelism leaves a rank whole matrices of one, and of the
+    other matrices, too, or rows or columns of each.
+    """
+    chunk = zerocast.TensorParallelShard.chunk
+    mine = range(2 * comm.rank, 2 * comm.rank + 2)
+    first, second = cast_experts([chunk(EXPERTS, 0, comm), chunk(EXPERTS, other, comm)])
+    whole = whole_amaxes()
+    assert first == [whole[i] for i in mine]
+    assert second == (first if other == 0 else whole)
+
+
+@on_ranks("in_process", 2)
+def test_stacks_of_which_ranks_have_other_matrices_are_refused(comm: Communicator) -> None:
+    """On every rank: no rank has what matrix i needs of both. So is a whole stack beside a part."""
+    shard = zerocast.TensorParallelShard
+    uneven = shard(EXPERTS, 0, 32 * comm.rank, 32 * (1 + 2 * comm.rank), comm)
+    even = shard.chunk(EXPERTS, 0, comm)
+    own, theirs = ("[0, 1)", "[0, 2)") if comm.rank == 0 else ("[1, 4)", "[2, 4)")
+    text = message_of(InputError, cast_experts, [uneven, even])
+    assert f"x.w1 (matrices {own}) and x.w3 (matrices {theirs}); split them alike" in text
+    assert f"x.w3 (matrices {theirs})" in message_of(InputError, cast_experts, [None, even])
+
+
+@pytest.mark.parametrize("other", [(32, 32), (2, 32, 32), (2, 2, 32, 32)], ids=str)
+def test_a_stack_shares_with_stacks_of_as_many_matrices(other: tuple[int, ...]) -> None:
+    """And with no matrix, for which of its amaxes would that one's be?"""
+    weights = [zerocast.empty(shape, NVFP4) for shape in (EXPERTS, other)]
+    given = [torch.ones(weight.numel()) for weight in weights]
+    with pytest.raises(InputError, match=r"got x\.w1 \(stack \(4,\)\) and x\.w3 \(stack"):
+        zerocast.CastPlan(weights, given, [0, 0], names=["x.w1", "x.w3"], amax_groups=GATE_UP)
+
+
+def test_errors_name_a_matrix_by_its_place_in_the_whole_stack() -> None:
+    """Also on a rank that has only the last ones."""
+
+    def on_rank(comm: Communicator) -> str:
+        part = zerocast.TensorParallelShard.chunk(EXPERTS, 0, comm)
+        weight = zerocast.empty(part.shape, NVFP4, tp_shard=part)
+        values = torch.ones(part.shape)
+        values[1, 0, 0] = math.nan
+        plan = zerocast.CastPlan(
+            [weight], [values.view(-1)], [0], SingleRank(), names=["w"], check_finite=True
+        )
+        with pytest.raises(NonFiniteError) as error:
+            plan.cast()
+        return str(error.value)
+
+    first, last = run_in_process(2, on_rank)
+    assert "w[1] holds a NaN" in first
+    assert "w[3] holds a NaN" in last

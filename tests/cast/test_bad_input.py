@@ -10,7 +10,7 @@ import torch
 import zerocast
 from tests.support.claims import assert_same_tensors, stored, told_all
 from tests.support.ranks import on_ranks
-from tests.support.recipes import CAST_COLUMNWISE, each
+from tests.support.recipes import CAST_COLUMNWISE, RECIPES, each
 from zerocast.cast.consistency import _likely_cause
 from zerocast.comm import Communicator, InProcessCommunicator, run_in_process
 from zerocast.errors import InputError, NonFiniteError, RankMismatchError, ZerocastError
@@ -250,6 +250,36 @@ def test_check_finite(comm: Communicator, value: float) -> None:
     assert ("a NaN" if value != value else "an infinity") in message
     assert f"rank {comm.size - 1} of the group" in message
     assert "model_weights[0]" not in message
+
+
+@on_ranks("in_process", 2)
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-4over6"])
+def test_check_finite_names_what_nvfp4_decodes_to_infinities(comm, recipe) -> None:
+    """Of the largest value that decoding can scale all elements are finite; of the next one the
+    cast is refused on every rank, though servers, which divide first, decode what it would write.
+    """
+    largest = torch.tensor(torch.finfo(torch.float32).max / 448)
+    values = torch.zeros(2, 32)
+    values[0, :3] = torch.stack([largest, -largest / 2, largest / 6])
+    weight = zerocast.empty((2, 32), RECIPES[recipe], dtype=torch.float32)
+    own = values.view(-1)[32 * comm.rank : 32 * comm.rank + 32]
+    plan = zerocast.CastPlan(
+        [weight], [own], [32 * comm.rank], comm, names=["a.weight"], check_finite=True
+    )
+    plan.cast()
+    plan.all_gather()
+    assert weight.dequantize(torch.float32).isfinite().all()
+    assert weight.dequantize(torch.float32)[0, 0] == largest
+    values[0, 0] = torch.nextafter(largest, torch.tensor(torch.inf))
+    text = told_all(comm, NonFiniteError, plan.cast)
+    assert "but a.weight holds finite values above 7.596e+35, of which NVFP4 decodes inf" in text
+    assert "Found on rank 0" in text
+    if recipe == "nvfp4":
+        whole = zerocast.quantize(values, RECIPES[recipe], dtype=torch.float32)
+        assert not whole.dequantize(torch.float32).isfinite().all()
+        scale = whole.rowwise_scale_inv[0, :1].view(torch.float8_e4m3fn).float()
+        for served in (scale * (whole.amax / 2688), scale / (2688 / whole.amax)):
+            torch.testing.assert_close(6 * served, values[0, :1])
 
 
 def test_check_finite_names_overflow() -> None:

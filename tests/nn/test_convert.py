@@ -343,3 +343,20 @@ def test_lazy_modules_are_refused():
     with pytest.raises(InputError, match=r"got 1\.weight of a lazy module"):
         convert(model, FP8)
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("weights", ["quantized", "master"])
+def test_modules_that_share_a_weight_are_not_converted_one_after_the_other(weights):
+    """The first conversion has put another parameter in its place in one of them, whether the
+    second converts the other or leaves it; afterwards nothing has been changed.
+    """
+    head, embedding = nn.Linear(32, 48, bias=False), nn.Embedding(48, 32)
+    last = nn.Linear(32, 48, bias=False)
+    tied = head.weight = last.weight = embedding.weight
+    convert(head, NVFP4, weights=weights)
+    for rest in (last, nn.Sequential(embedding, nn.Linear(32, 32))):
+        with pytest.raises(InputError, match=r"weight, which was tied with a weight that an earl"):
+            convert(rest, NVFP4, weights=weights)
+    assert last.weight is embedding.weight is tied
+    del head  # and what took the weight's place
+    assert convert(last, NVFP4, weights=weights).converted == ("",)

@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True, "weight_decay": 0.1, "lr": 0.5, "eps": 1e-40},
     "maximize": {"maximize": True, "weight_decay": 0.0, "betas": (0.3, 0.99), "eps": 0.0},
     "no momentum": {"betas": (0.0, 0.0), "lr": 1e-38},
+    "a beta that 1 - beta does not hold": {"betas": (1e-9, 0.999)},
+    "more than one half by less than that": {"betas": (0.5 + 1e-9, 0.999)},
     "one half": {"betas": (0.5, 0.5), "lr": 1e30, "amsgrad": True},
 }
 

@@ -9,6 +9,7 @@ import torch
 import zerocast
 from tests.support.claims import assert_unsharded_cast
 from tests.support.experts import INCLUDE, KINDS, moe, tokens
+from tests.support.fused import cast_as_served
 from tests.support.nightly import nightly
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
@@ -46,11 +47,14 @@ def train(comm: Communicator, plain: torch.nn.Module, steps: int) -> None:
             sharded.step()
         whole.step()
     weights = dict(model.named_parameters())
+    masters = {name: sharded.gather_master(weight) for name, weight in weights.items()}
+    layers = {f"{name}.weight": masters[f"{name}.weight"] for name in report.converted}
+    whole_weights = masters | cast_as_served(layers, NVFP4, torch.float32)
     for name, parameter in plain.named_parameters():
-        weight, master = weights[name], sharded.gather_master(weights[name])
+        weight, master = weights[name], masters[name]
         assert_same_bytes(master, parameter.detach(), name)
         if name not in report.included:
-            assert_unsharded_cast(weight, master, name)
+            assert_unsharded_cast(weight, whole_weights[name], name)
             continue
         matrices = weight.quantized_storage.matrices
         values = master.view(-1, *master.shape[-2:])

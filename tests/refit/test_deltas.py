@@ -13,6 +13,7 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.reference.digest import as_integers, digest_of
 from zerocast.errors import DeltaError
 from zerocast.export import DIALECTS
+from zerocast.export.shard_plan import hold
 from zerocast.numerics import Changes, Comparison
 from zerocast.refit import Receiver, Refit
 from zerocast.refit.delta import changed_segments, packed, unpacked, whole_segment
@@ -158,6 +159,48 @@ def test_a_tensor_amax_is_held_until_it_must_change():
     check(2.0)
     value.zero_()
     check(0.0)
+
+
+LAST_BITS = 2.0**-149
+"""The least number of FP32, a multiple of which every other is."""
+
+
+@pytest.mark.parametrize(
+    ("own", "held", "kept_at", "anew_at"),
+    [
+        (1, 1, 1, 2),
+        (3, 4, 2, 1),
+        (5, 8, 3, 2),
+        (2**21, 2**21, 2**20 + 1, 2**20),  # 2**-128
+        (2**22 + 1, 2**23, 2**21 + 1, 2**21),
+        (2**23 + 2, 2**24, 2**22 + 2, 2**22 + 1),  # half of it is below 2**-126
+        (3 * 2**24, 2**26, 2**25, 3 * 2**23),
+        (2**149, 2**149, 2**148 + 2**125, 2**148),
+    ],
+)
+def test_the_least_amaxes_are_held_as_all_others(own, held, kept_at, anew_at):
+    """Under the smallest power of two that is not less, below 2**-126, too; anew at half of what it
+    was, which may be subnormal. In multiples of 2**-149.
+    """
+
+    def bits(multiple: int) -> torch.Tensor:
+        return torch.tensor([multiple * LAST_BITS], dtype=torch.float32).view(torch.int32)
+
+    taken = hold(bits(own), None)
+    assert taken.view(torch.float32).tolist() == [held * LAST_BITS, own * LAST_BITS]
+    assert torch.equal(hold(bits(kept_at), taken), taken)
+    assert torch.equal(hold(bits(anew_at), taken), hold(bits(anew_at), None))
+
+
+def test_an_amax_that_no_power_of_two_bounds_is_taken_as_it_is():
+    """Above 2**127, and where it is not finite; a finite one that follows is taken anew."""
+    for value in (3e38, float("inf"), float("nan")):
+        amax = torch.tensor([value], dtype=torch.float32).view(torch.int32)
+        taken = hold(amax, None)
+        assert torch.equal(taken, amax.expand(2))
+        if value > 3.1e38 or value != value:
+            after = torch.tensor([2.0**127 * 1.5]).view(torch.int32)
+            assert torch.equal(hold(after, taken), hold(after, None))
 
 
 @pytest.fixture

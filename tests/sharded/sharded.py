@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zerocast
 from tests.support.claims import assert_unsharded_cast, stored
+from tests.support.fused import cast_as_served
 from tests.support.models import Bank
 from tests.support.ranks import shared_folder
 from tests.support.recipes import RECIPES
@@ -198,16 +199,16 @@ def assert_unsharded_casts(model, recipe=RECIPES["nvfp4"], when="", *, dtype=tor
 
 def assert_converted_casts(model, recipe, count: int) -> None:
     """Of a model with other parameters: ``count`` are gathered in codes, those of the unsharded
-    cast, and the others are the masters. Collective.
+    cast of what servers fuse, and the others are the masters. Collective.
     """
     masters, weights = whole_masters(model), gathered(model)
-    converted = {n for n, w in weights.items() if isinstance(w, zerocast.QuantizedTensor)}
+    converted = {n: w.dtype for n, w in weights.items() if isinstance(w, zerocast.QuantizedTensor)}
     assert len(converted) == count
+    (dtype,) = set(converted.values())
+    own = {name: masters[name] for name in converted}
+    whole = masters | cast_as_served(own, recipe, dtype)
     for name, weight in weights.items():
-        whole = masters[name]
-        if name in converted:
-            whole = zerocast.quantize(whole, recipe, dtype=weight.dtype)
-        assert_unsharded_cast(weight, whole, name)
+        assert_unsharded_cast(weight, whole[name], name)
     reshard(model)
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zerocast
 from tests.sharded.sharded import (
+    BF16,
     Unsharded,
     adamw,
     batch,
@@ -195,6 +196,78 @@ def test_members_that_are_not_sharded_alike_are_refused(comm):
         "torch.bfloat16 for layers.0.weight and torch.float16 for layers.1.weight; give their "
         "modules one MixedPrecisionPolicy, or leave one out of amax_groups."
     )
+
+
+class Layers(torch.nn.ModuleDict):
+    """Of a class that is known to have layers that servers fuse."""
+
+    __module__ = "transformers.models.toy.modeling_toy"
+
+
+class Known(torch.nn.Module):
+    """Such layers side by side: [..., 96] -> [..., 96]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = {"q_proj": 48, "k_proj": 32, "v_proj": 16}
+        self.layers = Layers({n: torch.nn.Linear(96, m, bias=False) for n, m in rows.items()})
+
+    def forward(self, x):
+        """Their outputs beside each other."""
+        return torch.cat([layer(x) for layer in self.layers.values()], dim=-1)
+
+
+def known(recipe=NVFP4):
+    """Converted by default, their amaxes far apart."""
+    torch.manual_seed(0)
+    model = Known()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.mul_(1 + 9 * i)
+    report = zerocast.nn.convert(model, recipe, weights="master")
+    assert report.amax_groups == (("layers.q_proj", "layers.k_proj", "layers.v_proj"),)
+    return model
+
+
+@on_gloo(4)
+@each("nvfp4", "delayed")
+def test_a_group_that_nobody_named_is_one_where_its_layers_are_sharded_alike(comm, recipe):
+    """Else they train as without a group: one on another mesh, and after a first
+    gather one of another dtype.
+    """
+    names = [f"layers.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    alike = known(recipe)
+    for layer in alike.layers.values():
+        fully_shard(layer, mp_policy=BF16)
+    fully_shard(alike, mp_policy=BF16)
+    expected = Unsharded(alike, recipe, groups=[names])
+    train_and_compare(alike, batch(comm), expected, range(2))
+
+    elsewhere = known(recipe)
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for name, layer in elsewhere.layers.items():
+        fully_shard(layer, mesh=meshes["b" if name == "k_proj" else "a"], mp_policy=BF16)
+    expected = Unsharded(elsewhere, recipe)
+    train_and_compare(elsewhere, batch(comm), expected, range(2))
+    assert "shared with" not in str(zerocast.sharded.report(elsewhere))
+
+    dtypes = known(recipe)
+    for name, layer in dtypes.layers.items():
+        dtype = torch.float16 if name == "v_proj" else torch.bfloat16
+        policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
+        fully_shard(layer, mp_policy=policy)
+    optimizer = adamw(dtypes.parameters())
+    for _ in range(2):
+        for layer in dtypes.layers.values():
+            layer(batch(comm).float()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zerocast.sharded.precompute_scales_for_fsdp(dtypes)
+    if not recipe.state:
+        masters = whole_masters(dtypes)
+        for name, weight in gathered(dtypes).items():
+            whole = zerocast.quantize(masters[name], recipe, dtype=weight.dtype)
+            assert_same_bytes(weight.rowwise_data, whole.rowwise_data, name)
 
 
 def test_copies_of_a_model_have_groups_of_their_own():

@@ -2,6 +2,8 @@
 under FSDP2, of whose values the modules' own forwards compute.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +24,7 @@ from tests.sharded.sharded import (
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.collectives import Collectives
 from tests.support.experts import INCLUDE, KINDS, moe, tokens
+from tests.support.fused import cast_as_served, served_together
 from tests.support.models import SideBySide
 from tests.support.nightly import nightly
 from tests.support.ranks import on_gloo, run_ranks
@@ -63,13 +66,16 @@ def assert_values_of_codes(model, recipe, included) -> None:
     plain tensors; those of linear layers hold codes. Collective.
     """
     masters, weights = whole_masters(model), gathered(model)
+    fused = itertools.chain(*served_together(masters))
+    whole = cast_as_served({name: masters[name] for name in fused}, recipe, torch.bfloat16)
     for name, weight in weights.items():
         if name in included:
             assert type(weight.data) is torch.Tensor
             assert_same_bytes(weight.detach(), value_of(name, masters[name], recipe), name)
         elif isinstance(weight, QuantizedTensor):
-            whole = zerocast.quantize(masters[name], recipe, dtype=torch.bfloat16)
-            assert_same_bytes(weight.dequantize(), whole.dequantize(), name)
+            if name not in whole:
+                whole[name] = zerocast.quantize(masters[name], recipe, dtype=torch.bfloat16)
+            assert_same_bytes(weight.dequantize(), whole[name].dequantize(), name)
         else:
             assert_same_bytes(weight.detach(), masters[name].bfloat16(), name)
     reshard(model)

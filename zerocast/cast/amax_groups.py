@@ -4,20 +4,101 @@ A server that fuses projections (query, key and value; gate and up) into one GEM
 scale for them. Weights that share their amax from the start of training have it, and are cast as if
 they were one weight, rows upon rows. Schemes without a scale for the tensor (blockwise, row-wise,
 MXFP8) fuse as they are; there a group changes no byte.
+
+Which weights servers fuse is known of the models of two packages, :data:`FAMILIES`, by the names in
+:data:`FUSED`, which are vLLM's ``packed_modules_mapping``. Of other classes nothing is guessed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
 
 from zerocast.errors import InputError
 
-Patterns = Sequence[Sequence[str]]
+Patterns: TypeAlias = Sequence[Sequence[str]]
 """For each group the patterns of its members' names, such as ``["*.wq", "*.wk", "*.wv"]``."""
 
+Groups: TypeAlias = Patterns | Literal["auto"]
+"""Those patterns, or :data:`AUTO`."""
 
-def check_patterns(patterns: Patterns) -> None:
+AUTO: Literal["auto"] = "auto"
+"""The weights that servers are known to fuse: :func:`fused_weights`."""
+
+FAMILIES = ("transformers.models.", "torchtitan.models.")
+"""Where the classes are defined, or one that they derive from, whose weights servers fuse."""
+
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("w1_EFD", "w3_EFD"),
+)
+"""The names of layers, or stacks of experts, of one module that servers make one of. Where a module
+has some of a line, these are fused."""
+
+
+def fused_weights(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Return the sets of weights that servers fuse, by their fully qualified names: two or more of
+    one module, with as many columns each.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    for fqn, module in model.named_modules():
+        if not any(each.__module__.startswith(FAMILIES) for each in type(module).__mro__):
+            continue
+        for names in FUSED:
+            by_columns: dict[int, dict[str, torch.Tensor]] = {}
+            for name, weight in (_weight(module, name) for name in names):
+                if weight is not None:
+                    of_columns = by_columns.setdefault(weight.shape[-1], {})
+                    of_columns[f"{fqn}.{name}".lstrip(".")] = weight
+            found += [weights for weights in by_columns.values() if len(weights) > 1]
+    return found
+
+
+def _weight(module: torch.nn.Module, name: str) -> tuple[str, torch.Tensor | None]:
+    """Return the name and the weight of the linear layer, or of the stack, ``name`` of a module;
+    None where it has none. An adapter of peft has the layer as its ``base_layer``.
+    """
+    layer: object = module._modules.get(name)
+    if hasattr(layer, "base_layer"):
+        layer, name = layer.base_layer, f"{name}.base_layer"
+    if isinstance(layer, torch.nn.Linear):
+        return f"{name}.weight", layer._parameters.get("weight")
+    stack = module._parameters.get(name)
+    return name, stack if stack is not None and stack.dim() > 2 else None
+
+
+def by_first_names(labels: Sequence[str | None], names: Sequence[str]) -> list[str | None]:
+    """Return the label of each weight's group as ranks compare it: the name of its first weight.
+    What a conversion gives tells apart the groups of one process.
+    """
+    first: dict[str | None, str] = {}
+    taken = set[str]()
+    for label, name in zip(labels, names, strict=True):
+        if label is None or label in first:
+            continue
+        while name in taken:  # weights of several models
+            name += "'"
+        taken.add(name)
+        first[label] = name
+    return [first.get(label) for label in labels]
+
+
+def is_auto(amax_groups: object) -> bool:
+    """Whether ``amax_groups`` is :data:`AUTO`."""
+    return isinstance(amax_groups, str) and amax_groups == AUTO
+
+
+def check_patterns(patterns: object) -> None:
     """Raise :class:`InputError` where ``patterns`` is no list, of whatever."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise InputError(

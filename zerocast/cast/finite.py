@@ -6,6 +6,7 @@ scale is written.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,8 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.comm.failure import name
 from zerocast.errors import NonFiniteError
-from zerocast.numerics import INFINITY_BITS
+from zerocast.formats import E4M3, FLT_MAX
+from zerocast.numerics import INFINITY_BITS, NVFP4Numerics
 
 
 def raise_if_not_finite(
@@ -29,7 +31,8 @@ def raise_if_not_finite(
     finite.
 
     The amax is taken after rounding to the weight's nominal dtype, so a finite FP32 master can fail
-    here by overflowing FP16 or BF16; the message tells the two apart. Collective.
+    here by overflowing FP16 or BF16; so can one of NVFP4 above :data:`LARGEST_NVFP4`, of which
+    decoding makes infinities. The message tells them apart. Collective.
 
     Args:
         comms: all groups of the cast.
@@ -44,7 +47,9 @@ def raise_if_not_finite(
         if not indices:
             continue
         reduced = torch.cat([amaxes[i] for i in indices]).tolist()
-        found = [i for i, amax in zip(indices, reduced, strict=True) if amax >= INFINITY_BITS]
+        found = [
+            i for i, amax in zip(indices, reduced, strict=True) if amax > _largest_bits(specs[i])
+        ]
         # Asked of the ranks that own it, because weights may share an amax; and then of those that
         # own other shards of it.
         bad += [specs[i] for i in found]
@@ -89,11 +94,23 @@ def _worst(comm: Communicator, troubles: Sequence[int]) -> list[int]:
 _RANKS = 2**24
 """Votes are a trouble times this, and the rank that has it: of the worst the last rank is named."""
 
+LARGEST_NVFP4 = FLT_MAX / E4M3.max
+"""The largest FP32 number that a block's scale can be multiplied by, as decoding does."""
+
+_LARGEST_NVFP4_BITS = struct.unpack("<i", struct.pack("<f", LARGEST_NVFP4))[0]
+
 _TROUBLES = {
-    1: "finite values that overflow {} to an infinity",
-    2: "an infinity",
-    3: "a NaN",
+    1: f"finite values above {LARGEST_NVFP4:.4g}, of which NVFP4 decodes infinities",
+    2: "finite values that overflow {} to an infinity",
+    3: "an infinity",
+    4: "a NaN",
 }
+
+
+def _largest_bits(spec: ShardSpec) -> int:
+    """The bits of the largest amax that is decoded to finite values."""
+    is_nvfp4 = isinstance(spec.storage.recipe.numerics, NVFP4Numerics)
+    return _LARGEST_NVFP4_BITS if is_nvfp4 else INFINITY_BITS - 1
 
 
 def _trouble(spec: ShardSpec, master: torch.Tensor | None) -> int:
@@ -101,7 +118,10 @@ def _trouble(spec: ShardSpec, master: torch.Tensor | None) -> int:
     if master is None:
         return 0
     if bool(master.isnan().any()):
-        return 3
+        return 4
     if bool(master.isinf().any()):
+        return 3
+    rounded = master.to(spec.storage.recipe.round_to(spec.storage.dtype)).float().abs()
+    if bool(rounded.isinf().any()):
         return 2
-    return int(master.to(spec.storage.recipe.round_to(spec.storage.dtype)).isinf().any())
+    return int((rounded.view(torch.int32) > _largest_bits(spec)).any())

@@ -125,18 +125,19 @@ def _extents(spec: ShardSpec) -> list[Extent]:
 def _matrices(spec: ShardSpec) -> list[ShardSpec]:
     storage, fmt = spec.storage, spec.storage.form.numerics.fmt
     first = byte_span(fmt, spec.extent.start, spec.extent.end)[0]
-    numel, found = storage.shape[-2:].numel(), list[ShardSpec]()
+    numel, first_matrix, found = storage.shape[-2:].numel(), storage.first_matrix, list[ShardSpec]()
     for i, own in enumerate(_extents(spec)):
         begin, end = byte_span(fmt, own.start, own.end) if own else (first, first)
         codes = {
             name: spec.codes[name].view(-1)[begin - first : end - first] for name in spec.codes
         }
-        group = None if spec.amax_group is None else f"{spec.amax_group}[{i}]"
+        place = f"[{first_matrix + i}]"  # in the whole stack: tensor parallelism may split it
+        group = None if spec.amax_group is None else f"{spec.amax_group}{place}"
         extent = own.shifted(-i * numel) if own else NOTHING
         matrix: QuantizedStorage = storage.matrix(i)
         found.append(
             replace(
-                spec, name=f"{spec.name}[{i}]", storage=matrix, extent=extent, codes=codes,
+                spec, name=f"{spec.name}{place}", storage=matrix, extent=extent, codes=codes,
                 scales=spec.scales[i : i + 1], amax_group=group,
             )
         )  # fmt: skip

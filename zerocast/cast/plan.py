@@ -75,8 +75,9 @@ class CastPlan:
             :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is
             refused. False: the next forward that uses a weight rebuilds its derived copies.
         check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is
-            written, where a master holds a NaN or an infinity after rounding to the weight's dtype.
-            Costs a host synchronisation a cast.
+            written, where a master holds a NaN or an infinity after rounding to the weight's dtype,
+            or one of NVFP4 what decodes to an infinity, above 7.595e35. Costs a host
+            synchronisation a cast.
         amax_groups: weights that a server will fuse and that therefore share one tensor amax, by
             patterns of their ``names``: ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
             :mod:`zerocast.cast.amax_groups`. Those that :func:`zerocast.nn.convert` grouped are,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from zerocast.arguments import check_text, why_unusable
-from zerocast.cast.amax_groups import Patterns, amax_group_labels
+from zerocast.cast.amax_groups import Patterns, amax_group_labels, by_first_names
 from zerocast.cast.master_checks import check_list, extent_of
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
@@ -140,12 +140,16 @@ def check_specs(
             storage.tp_shard.check(storage.recipe, storage.shape, columnwise=storage.has_columnwise)
         extent = extent_of(name, storage, master_weights[i], start_offsets[i])
         codes = _shard_codes(name, storage, extent, own)
-        label = (labels[i] if labels else None) or storage.amax_group
-        spec = ShardSpec(name, names is not None, storage, extent, codes, label)
+        group = (labels[i] if labels else None) or storage.amax_group
+        spec = ShardSpec(name, names is not None, storage, extent, codes, group)
         if isinstance(own, ShardBuffers):
             spec = replace(spec, scales=own.scales, by_owner=own.by_owner)
         specs.append(spec)
-    return specs
+    groups = by_first_names([spec.amax_group for spec in specs], [spec.name for spec in specs])
+    return [
+        spec if group is None else replace(spec, amax_group=group)
+        for spec, group in zip(specs, groups, strict=True)
+    ]
 
 
 def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
@@ -220,8 +224,8 @@ def check_amax_groups(
     specs: Sequence[ShardSpec], members: Mapping[Communicator, Sequence[int]]
 ) -> None:
     """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, are not
-    sharded over one group of ranks, or are tensor-parallel shards that different groups of ranks
-    hold.
+    sharded over one group of ranks, are stacks of other matrices, or are tensor-parallel shards
+    that different groups of ranks hold.
     """
     comm_of = {i: comm for comm, indices in members.items() for i in indices}
     leaders: dict[str, int] = {}
@@ -246,4 +250,28 @@ def check_amax_groups(
                     "weights of one amax group must be sharded over one tensor-parallel group, or "
                     f"not at all, got {other.name} ({other.storage.tp_shard.comm}) and {spec.name} "
                     f"({tp_shard.comm})."
+                )
+    _check_matrices([spec for spec in specs if spec.amax_group is not None])
+
+
+def _check_matrices(grouped: Sequence[ShardSpec]) -> None:
+    """Raise :class:`InputError` where weights of one amax group are not stacks of as many matrices,
+    of which matrix i shares its amax with matrix i of the others, or this rank has other matrices
+    of one than of another. Rows or columns of each matrix belong to the amaxes of all.
+    """
+    first: dict[tuple[str | None, str], tuple[ShardSpec, object]] = {}
+    for spec in grouped:
+        storage, tp_shard = spec.storage, spec.storage.tp_shard
+        whole = storage.shape if tp_shard is None else tp_shard.whole
+        held: dict[str, object] = {"stack": tuple(storage.recipe.stack_of(whole))}
+        if tp_shard is None or tp_shard.has_whole_matrices(storage.recipe):
+            start = storage.first_matrix
+            held["matrices"] = Extent(start, start + storage.form.num_matrices)
+        for what, mine in held.items():
+            other, theirs = first.setdefault((spec.amax_group, what), (spec, mine))
+            if mine != theirs:
+                raise InputError(
+                    f"weights of one amax group must all be matrices, or stacks of as many, of "
+                    f"which a rank has the same ones, got {other.name} ({what} {theirs}) and "
+                    f"{spec.name} ({what} {mine}); split them alike, or take one out of its group."
                 )

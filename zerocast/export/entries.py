@@ -4,12 +4,11 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from zerocast.cast import CastPlan
-from zerocast.cast.amax_groups import Patterns, amax_group_labels
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect, stored_name
@@ -237,24 +236,6 @@ def checkpoint_name(names: Names, name: str) -> str:
     return names(name) if callable(names) else names.get(name, name)
 
 
-def in_amax_groups(
-    entries: Sequence[Entry], patterns: Patterns, trained: Mapping[str, str]
-) -> list[Entry]:
-    """Return ``entries`` with the labels of ``patterns``, or else those of ``trained``; whole bytes
-    are cast by nobody and need none.
-    """
-    cast = [entry.name for entry in entries if entry.shard is not None]
-    labels = dict(zip(cast, amax_group_labels(patterns, cast), strict=True))
-    return [
-        dataclasses.replace(
-            entry, amax_group=labels[entry.name] or trained.get(entry.name) or entry.amax_group
-        )
-        if entry.name in labels
-        else entry
-        for entry in entries
-    ]
-
-
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the value of a tensor whole, in ``dtype``, in which it travels; collective where it is
     sharded.
@@ -263,21 +244,3 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.dequantize(dtype)
     stored = tensor.detach().to(dtype)
     return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()
-
-
-def trained_amax_groups(source: Source) -> Mapping[str, str]:
-    """Return the labels of the weights that were trained under a shared tensor amax."""
-    labels: dict[str, str] = {}
-    known: dict[int, str] = {}
-    if not isinstance(source, torch.nn.Module):
-        return {
-            name: f"trained {tensor.quantized_storage.amax_group}"
-            for name, tensor in stored_tensors(source).items()
-            if isinstance(tensor, QuantizedTensor) and tensor.quantized_storage.amax_group
-        }
-    for name, module in source.named_modules():
-        group: Any = getattr(module, "amax_group", None)
-        if group is not None:
-            weight = f"{name}.weight" if name else "weight"
-            labels[weight] = f"trained {known.setdefault(id(group), str(len(known)))}"
-    return labels

@@ -62,7 +62,9 @@ def matrix_entries(dialect: Dialect, entry: Entry, casts_anew: bool) -> Iterator
     *stack, rows, _ = entry.shape
     module, _, parameter = entry.name.rpartition(".")
     parts = ["gate_proj", "up_proj"] if parameter == GATE_UP and rows % 2 == 0 else [parameter]
-    size = rows // len(parts)
+    size, group = rows // len(parts), entry.amax_group
+    if group is None and len(parts) > 1:
+        group = entry.name
     for number, place in enumerate(itertools.product(*map(range, stack))):
         index = ".".join(map(str, place))
         for i, part in enumerate(parts):
@@ -75,7 +77,7 @@ def matrix_entries(dialect: Dialect, entry: Entry, casts_anew: bool) -> Iterator
                 name=name,
                 tensor=_tensor(entry, matrix, casts_anew),
                 shard=None if entry.shard is None else _part(entry.shard, matrix.elements),
-                amax_group=f"{entry.name}.{index}" if len(parts) > 1 else None,
+                amax_group=None if group is None else f"{group}.{index}",
                 tp_shard=matrix.tp_shard,
             )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zerocast.cast.amax_groups import Patterns
+from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, raise_together, raising_together
 from zerocast.drafts import drafts_in, publish
 from zerocast.errors import InputError
@@ -43,7 +43,7 @@ def save_pretrained(
     optimizer: ZeroOptimizer | None = None,
     from_masters: bool = False,
     include: Sequence[str] = (),
-    amax_groups: Patterns = (),
+    amax_groups: Groups = AUTO,
     dtype: torch.dtype | None = None,
     names: Names = None,
     tokenizer: Any = None,
@@ -67,9 +67,11 @@ def save_pretrained(
             hold; True casts the masters by the dialect's recipe.
         include: linear layers whose weights are not quantized in the model and are cast by the
             dialect's recipe, too: exact names, or patterns with ``*``.
-        amax_groups: weights that the server fuses and that share one tensor amax, by patterns of
-            names, ``[["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]``. Those
-            that were trained so are found.
+        amax_groups: weights that the server fuses and that share one tensor amax where they are
+            cast anew. "auto": those of models of transformers and torchtitan that servers are known
+            to fuse, as for :func:`zerocast.nn.convert`. Or patterns of names,
+            ``[["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]``. Those that
+            were trained so are found.
         dtype: what masters are rounded to before they are cast, and what is stored of parameters in
             another; by default the weights' own, and of masters of FSDP2 that of their latest
             gather.
@@ -86,7 +88,7 @@ def save_pretrained(
 
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
-            be saved so, on any.
+            be saved so, on any, such as weights that servers fuse with a scale of the tensor each.
         NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
 
     After an error the directory holds nothing of this export.

@@ -19,7 +19,7 @@ from zerocast.export.entries import Entry, Shard
 from zerocast.export.gathered import ONE_BY_ONE_FROM, allocate_codes, start_scales
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
-from zerocast.numerics import Changes, NVFP4Numerics
+from zerocast.numerics import INFINITY_BITS, Changes, NVFP4Numerics
 from zerocast.sharded.all_gather_input import CastShard
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -312,12 +312,18 @@ def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
     or [2] of both.
 
     It is the smallest power of two that is not less than ``amax``, and stays so until ``amax``
-    grows past it, or shrinks to half of what it was then. 0, and what is not finite, stays.
+    grows past it, or shrinks to half of what it was then. 0, what is above 2**127, and what is not
+    finite, stays.
     """
     power = (amax + 0x007FFFFF) & 0x7F800000
-    power = torch.where((amax == 0) | (power >= 0x7F800000), amax, power)
+    subnormal = amax - 1  # has the places of the next power of two below it
+    for shift in (1, 2, 4, 8, 16):
+        subnormal = subnormal | (subnormal >> shift)
+    power = torch.where(amax < 1 << 23, subnormal + 1, power)
+    power = torch.where(amax > 0x7F000000, amax, power)  # 2**127, above which FP32 has no power
     taken = torch.cat([power, amax])
     if held is None:
         return taken
-    under, half = held[:1], held[1:] - (1 << 23)
-    return torch.where((amax <= under) & (amax > half) & (half > 0), held, taken)
+    under, own = held[:1], held[1:]
+    half = torch.where(own < 2 << 23, own >> 1, own - (1 << 23))
+    return torch.where((amax <= under) & (amax > half) & (under < INFINITY_BITS), held, taken)

@@ -15,9 +15,10 @@ import torch
 
 from zerocast.arguments import check_flag, check_integer, check_module
 from zerocast.cast import CastPlan
-from zerocast.cast.amax_groups import Patterns
+from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
+from zerocast.export.amax_groups import AmaxGroups
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
@@ -26,14 +27,12 @@ from zerocast.export.entries import (
     Source,
     checkpoint_name,
     gathered_dtype,
-    in_amax_groups,
     included_weights,
     not_rows,
     own_rows,
     planned_weights,
     renamed,
     stored_tensors,
-    trained_amax_groups,
     whole,
 )
 from zerocast.export.experts import has_place, matrix_entries
@@ -77,9 +76,10 @@ class Export:
             must hold; True casts the masters by the dialect's recipe.
         include: linear layers whose weights are not quantized in the model and are cast by the
             dialect's recipe, too: exact names, or patterns with ``*``.
-        amax_groups: weights that share one tensor amax, by patterns of names as for
-            :class:`zerocast.CastPlan`: the projections that the server fuses. Weights that
-            :func:`zerocast.nn.convert` grouped are grouped without being named.
+        amax_groups: weights that are cast and share one tensor amax. "auto": of those that are cast
+            by the dialect's recipe the ones that servers are known to fuse, as for
+            :func:`zerocast.nn.convert`. Or patterns of names, as for :class:`zerocast.CastPlan`.
+            Weights that were converted in groups are grouped without being named.
         dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, and what other
             parameters are stored in. By default their own, under FSDP2 that of the latest gather.
         names: the names of parameters in the checkpoint by those in the model: a mapping, where
@@ -106,7 +106,7 @@ class Export:
         optimizer: ZeroOptimizer | None = None,
         from_masters: bool = False,
         include: Sequence[str] = (),
-        amax_groups: Patterns = (),
+        amax_groups: Groups = AUTO,
         dtype: torch.dtype | None = None,
         names: Names = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -143,13 +143,22 @@ class Export:
             self._planned = planned_weights(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
+            anew = {
+                each.name
+                for each in found
+                if each.shard is not None and (from_masters or gather_of(each.tensor) is None)
+            }
+            groups = AmaxGroups(model, amax_groups, anew)
+            found = groups.of_weights(found)
             parts = [
                 (entry, list(matrix_entries(self.dialect.of(entry.name), entry, from_masters)))
                 for entry in found
             ]
             self._names = package_names(model, parts) if names is None else names
             entries = [each for _, own in parts for each in own]
-            entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
+            entries = groups.of_entries(entries)
+            of_weights = {entry.name: [each.name for each in own] for entry, own in parts}
+            groups.check_fused(self.dialect, of_weights, entries)
             self.entries = renamed(entries, self._names, self.dialect)
             check_names(entry.stored for entry in self.entries)
             if not any(entry.recipe for entry in entries):

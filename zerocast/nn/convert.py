@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from zerocast.arguments import check_flag, check_module
-from zerocast.cast import CastPlan
-from zerocast.cast.amax_groups import Patterns, amax_group_labels, check_patterns
-from zerocast.comm import SingleRank
+from zerocast.cast.amax_groups import AUTO, Groups, check_patterns, is_auto
 from zerocast.errors import InputError
 from zerocast.layout import Source
+from zerocast.nn.grouped import group_labels, grouped_names, share_amaxes
 from zerocast.nn.included import (
     check_include,
+    check_not_replaced,
     check_strict,
     included_weights,
     keep_state_dict_plain,
+    note_replaced,
     places,
     recipe_of,
     why_not_included,
@@ -34,9 +35,9 @@ from zerocast.nn.reports import Coverage, check_initialized, coverage
 from zerocast.nn.saved_state import reserve_state
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import Recipe, as_recipe
-from zerocast.sharded.casts import AmaxGroup
+from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.report import note_reason
-from zerocast.tensors import QuantizedTensor, rebuild_derived
+from zerocast.tensors import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class ConversionReport:
             them or their modules.
         coverage: all parameters of the model, those that belong to no linear layer, too; None where
             no model was converted but its configuration (:mod:`zerocast.integrations.torchtitan`).
+        amax_groups: the names of the converted layers and weights that share a tensor amax, for
+            each group.
     """
 
     recipe: Recipe
@@ -59,12 +62,15 @@ class ConversionReport:
     left: dict[str, str]
     coverage: Coverage | None = None
     included: tuple[str, ...] = ()
+    amax_groups: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         layers = len(self.converted) + len(self.left)
         head = f"{len(self.converted)} of {layers} linear layers converted, with {self.recipe}"
         if self.included:
             head += f", and {len(self.included)} weights of other modules"
+        if self.amax_groups:
+            head += f"; {len(self.amax_groups)} groups of weights share a tensor amax"
         return head if self.coverage is None else f"{head}\n{self.coverage}"
 
 
@@ -75,7 +81,7 @@ def convert(
     weights: str = "quantized",
     filter_fqns: Filter = (),
     include: Sequence[str] = (),
-    amax_groups: Patterns = (),
+    amax_groups: Groups = AUTO,
     low_bit_all_gather: bool = True,
     strict: bool = False,
 ) -> ConversionReport:
@@ -107,10 +113,13 @@ def convert(
             quantized separately, and its matrix ``weight``. Its forward stays as it is and works
             with the values of the codes.
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
-            amax, from this conversion on and in every cast: patterns of fully qualified names,
-            ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
-            :mod:`zerocast.cast.amax_groups`. With ``weights="master"`` they must be sharded over
-            the same ranks and gathered in one dtype.
+            amax, from this conversion on and in every cast. ``"auto"``: those of models of
+            transformers and torchtitan that servers are known to fuse
+            (:mod:`zerocast.cast.amax_groups`), where the recipe has a scale of the tensor; of
+            other classes none, and under ``"high_precision"`` none. Or patterns of fully
+            qualified names, ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; ``()`` for no
+            groups. With ``weights="master"`` the layers must be sharded over the same ranks and
+            gathered in one dtype; those of ``"auto"`` that are not share nothing.
         low_bit_all_gather: whether FSDP2 gathers codes with ``weights="master"``; with False that
             means the same as ``"high_precision"``.
         strict: whether to raise an error if a linear layer that ``filter_fqns`` does not leave out,
@@ -124,7 +133,8 @@ def convert(
 
     Raises:
         InputError: for a wrong argument, under ``"master"`` for a layer whose weight is sharded
-            already, or under ``strict``. Nothing has been changed.
+            already, for a weight that is shared with a module that was converted before, or under
+            ``strict``. Nothing has been changed.
     """
     check_flag("low_bit_all_gather", low_bit_all_gather)
     check_flag("strict", strict)
@@ -145,13 +155,17 @@ def convert(
             f"weights blocks of two dimensions."
         )
     wanted = LayerFilter(filter_fqns, model)
-    check_patterns(amax_groups)
+    if weights == "high_precision" and is_auto(amax_groups):
+        amax_groups = ()
+    if not is_auto(amax_groups):
+        check_patterns(amax_groups)
     if weights == "high_precision" and (amax_groups or include):
         raise InputError(
             f"{'amax_groups' if amax_groups else 'include'} needs weights that hold codes "
             f"(weights='quantized') or are gathered in codes ('master'), got "
             f"weights='high_precision', under which only linear layers quantize, one by one."
         )
+    check_not_replaced(model)
     included = included_weights(model, include)
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -189,12 +203,18 @@ def convert(
     if strict:
         check_strict(left, asked_for)
     converted = {linears[module][0]: module for module, why in reasons.items() if why is None}
-    labels = amax_group_labels(amax_groups, list(converted))
+    taken = {weight: found for weight, found in included.items() if why_left[weight] is None}
+    # The masters of an amax group are known by their layers.
+    stacks = taken if weights == "quantized" else ()
+    labels = group_labels(model, amax_groups, converted, stacks, recipe)
+    named = {fqn: labels.get(module.weight) for fqn, module in converted.items()}
+    named |= {found[0][0]: labels.get(weight) for weight, found in taken.items()}
     replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
     groups: dict[torch.Tensor, AmaxGroup] = {}  # of masters
     by_label: dict[str, AmaxGroup] = {}
-    for (fqn, module), label in zip(converted.items(), labels, strict=True):
+    for fqn, module in converted.items():
         old = module.weight
+        label = labels.get(old)
         module.__class__ = Linear
         assert isinstance(module, Linear)
         module._handle = new_handle(module)
@@ -205,10 +225,8 @@ def convert(
             make = master_parameter if weights == "master" else quantized_parameter
             new = _in_place_of(old, make(old, recipe, name=f"{fqn}.weight".lstrip(".")))
             replacements[old] = new
-            if isinstance(new, QuantizedTensor):
-                new.quantized_storage.amax_group = label
-            elif label is not None and recipe.scales_tensor:
-                groups[old] = by_label.setdefault(label, AmaxGroup())
+            if weights == "master" and label is not None and recipe.scales_tensor:
+                groups[old] = by_label.setdefault(label, AmaxGroup(dissolves=is_auto(amax_groups)))
                 by_label[label].layers.append(module)
         module.weight = replacements[old]
         module.low_bit_all_gather = weights == "master"
@@ -218,7 +236,6 @@ def convert(
     for module, reason in reasons.items():
         if reason is not None:
             note_reason(module, reason)
-    taken = {weight: found for weight, found in included.items() if why_left[weight] is None}
     for weight, found in taken.items():
         if weight not in replacements:
             own, name = recipe_of(weight, recipe), found[0][0]
@@ -236,12 +253,17 @@ def convert(
     for weight, found in included.items():
         for _, module, name in found:
             note_reason(module, why_left[weight] or "", name)
-    _share_amaxes([new for new in replacements.values() if isinstance(new, QuantizedTensor)])
+    for old, new in replacements.items():
+        note_replaced(old, new)
+        if isinstance(new, QuantizedTensor):
+            new.quantized_storage.amax_group = labels.get(old)
+    share_amaxes([new for new in replacements.values() if isinstance(new, QuantizedTensor)])
     for fqn, layer in model.named_modules():
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
     names = tuple(found[0][0] for found in taken.values())
-    return ConversionReport(recipe, tuple(converted), left, coverage(model), names)
+    shared = grouped_names(named)
+    return ConversionReport(recipe, tuple(converted), left, coverage(model), names, shared)
 
 
 def _in_place_of(old: torch.Tensor, new: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -286,22 +308,3 @@ def _keep_tied_with_the_rest(
         if linear.weight in elsewhere:
             tied = elsewhere[linear.weight]
             reasons[linear] = f"its weight is tied with {tied}, which stays as it is"
-
-
-def _share_amaxes(weights: Sequence[QuantizedTensor]) -> None:
-    """Cast those of ``weights`` that are in amax groups again from the same values, now with their
-    groups' amaxes.
-    """
-    by_device: dict[torch.device, list[QuantizedTensor]] = {}
-    for weight in weights:
-        if not weight.is_meta and weight.quantized_storage.amax_group is not None:
-            by_device.setdefault(weight.device, []).append(weight)
-    for device, group in by_device.items():
-        values = [weight.quantized_storage.high_precision_init_val for weight in group]
-        masters = [None if v is None else v.to(device, torch.float32) for v in values]
-        for weight in group:
-            weight.recipe.rewind(weight.quantized_storage.buffers)  # the same cast, not one more
-        CastPlan(group, masters, [0] * len(group), SingleRank()).cast()
-        rebuild_derived([weight.quantized_storage for weight in group])
-        for weight, value in zip(group, values, strict=True):
-            weight.quantized_storage.high_precision_init_val = value

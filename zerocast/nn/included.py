@@ -7,10 +7,12 @@ FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
 
 import dataclasses
 import fnmatch
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocast.arguments import shown
 from zerocast.errors import InputError
@@ -33,6 +35,29 @@ def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield parameter, (f"{fqn}.{name}".lstrip("."), module, name)
+
+
+_replaced = WeakTensorKeyDictionary()
+"""By parameter that a conversion took out of its module, a weak reference to what took its place:
+of a master the all-gather, which outlives the parameter that FSDP2 shards."""
+
+
+def note_replaced(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Remember that ``new`` has taken the place of the parameter ``old``."""
+    _replaced[old] = weakref.ref(gather_of(new) or new)
+
+
+def check_not_replaced(model: torch.nn.Module) -> None:
+    """Raise :class:`InputError` where ``model`` has a parameter that another module had, too, until
+    it was converted: they were tied, and are no longer.
+    """
+    for parameter, (fqn, _, _) in places(model):
+        if _replaced.get(parameter, lambda: None)() is not None:
+            raise InputError(
+                f"modules that share a weight must be converted in one call, got {fqn}, which was "
+                f"tied with a weight that an earlier zerocast.nn.convert has replaced; convert a "
+                f"module around both, or give this one a torch.nn.Parameter of its own."
+            )
 
 
 def check_include(include: object) -> None:

@@ -27,7 +27,7 @@ from zerocast.nn.saved_state import (
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather
-from zerocast.sharded.casts import AmaxGroup
+from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.master_weight import MasterWeight, as_master_like, as_plain
 from zerocast.sharded.parallel_linear import resolve
 from zerocast.sharded.placement import is_sharded

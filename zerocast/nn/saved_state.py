@@ -22,7 +22,7 @@ from zerocast.errors import InputError
 from zerocast.recipes import recipe_to_values
 from zerocast.sharded import MasterWeight
 from zerocast.sharded.all_gather import gather_of
-from zerocast.sharded.casts import AmaxGroup
+from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.placement import is_sharded, replicated_like, to_local
 from zerocast.sharded.state import check_saved_state
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from zerocast.cast.amax_groups import by_first_names
 from zerocast.cast.shard_spec import check_castable
 from zerocast.comm import Communicator, lines_that_differ
 from zerocast.comm.agreement import check_same
@@ -242,9 +243,11 @@ def check_same_optimizer(
     """
     recipes = {id(w.storage.recipe): w.storage.recipe for w in weights if w.storage is not None}
     texts = {key: describe_recipe(recipe) for key, recipe in recipes.items()}
+    labels = [w.storage.amax_group if w.storage is not None else None for w in weights]
+    groups = by_first_names(labels, [w.name for w in weights])
     stored = [
-        f"{w.name}: {tuple(w.param.shape)} of {_stored(w, texts)} in param_groups[{w.group}]"
-        for w in weights
+        f"{w.name}: {tuple(w.param.shape)} of {_stored(w, texts, g)} in param_groups[{w.group}]"
+        for w, g in zip(weights, groups, strict=True)
     ]
     named = all("param_names" in group for group in param_groups if group["params"])
     check_same(
@@ -271,11 +274,11 @@ def check_same_optimizer(
                 )
 
 
-def _stored(weight: Weight, recipes: Mapping[int, str]) -> str:
+def _stored(weight: Weight, recipes: Mapping[int, str], amax_group: str | None) -> str:
     """Say how it is stored; ``recipes`` are the texts of all recipes."""
     storage = weight.storage
     if storage is None:
         return str(weight.param.dtype)
     columnwise = "with" if storage.has_columnwise else "without"
-    group = "" if storage.amax_group is None else f", amax group {storage.amax_group}"
+    group = "" if amax_group is None else f", amax group {amax_group}"
     return f"{recipes[id(storage.recipe)]}, {storage.dtype}, {columnwise} a columnwise copy{group},"

@@ -20,7 +20,6 @@ CastValues`), so the ranks ask each other by one small all-reduce. They do not a
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import torch
 
@@ -30,6 +29,7 @@ from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.comm import Communicator, Group, announcing, as_communicator
 from zerocast.errors import InputError
 from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
+from zerocast.sharded.amax_group import AmaxGroup, CastGroup
 from zerocast.sharded.placement import is_sharded, reshard
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.quantize import plain_master
@@ -37,81 +37,23 @@ from zerocast.tensors.quantize import plain_master
 _KEY = "sharded"
 """Tells plans of this module from others of the same weights."""
 
-CastGroup: TypeAlias = Sequence[LowBitAllGather]
-"""Weights that are cast together: one, or those of an amax group."""
 
-
-class AmaxGroup:
-    """Layers whose masters share one tensor amax, and are therefore cast together.
-
-    FSDP2 gathers one parameter after the other, and a shared amax takes all of them. So the first
-    of a group that is gathered while a cast is due casts them all: every rank has its rows of each
-    then, because FSDP2 shards its parameters between a step and the gathers that follow. The
-    others find their codes made. It follows that the members of a group are sharded over the same
-    ranks and gathered in one dtype, in one FSDP module or in several.
-
-    A group is known by its layers, and a layer knows its group, so copies of a model have groups of
-    their own.
-
-    Attributes:
-        layers: one for each weight.
-    """
-
-    def __init__(self) -> None:
-        self.layers: list[torch.nn.Module] = []
-        self._members: dict[int, LowBitAllGather] = {}  # by place in layers
-
-    def members(self) -> CastGroup:
-        """Return the all-gather of each weight.
-
-        Raises:
-            InputError: if the weights are not sharded alike. The ranks that share them find the
-                same.
-        """
-        for i, layer in enumerate(self.layers):
-            weight = layer.weight
-            assert isinstance(weight, torch.Tensor)
-            if (gather := gather_of(weight)) is not None:  # else gathered now, and found before
-                gather.find(weight)
-                self._members[i] = gather
-        members = [self._members[i] for i in range(len(self.layers))]
-        places = [_placement(member.parameter) for member in members]
-        for member, place in zip(members, places, strict=True):
-            if place is None or place != places[0]:
-                first, other = (f"over {p}" if p else "not at all" for p in (places[0], place))
-                raise InputError(
-                    f"weights of one amax group are cast together, when the first of them is "
-                    f"gathered, so fully_shard must shard them over the same ranks, got "
-                    f"{members[0].name} {first} and {member.name} {other}; call it on all their "
-                    f"layers, or modules around them, with one mesh, or leave one out of "
-                    f"amax_groups."
-                )
-        return members
-
-    @property
-    def is_due(self) -> bool:
-        """Whether this rank has written any of the masters since their latest cast."""
-        return any(gather.is_due(gather.master) for gather in self.members())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the layers, for copies and pickles."""
-        return {"layers": self.layers, "_members": {}}
-
-
-def _placement(weight: torch.Tensor) -> object:
-    """Return over which ranks a weight is sharded, and how; None if it is not."""
-    return (weight.device_mesh, weight.placements) if is_sharded(weight) else None
-
-
-def cast_group_of(layer: torch.nn.Module, weight: torch.Tensor) -> CastGroup:
+def cast_group_of(
+    layer: torch.nn.Module, weight: torch.Tensor, dtype: torch.dtype | None = None
+) -> CastGroup:
     """Return what is cast with ``weight``, a DTensor of master rows, of ``layer``: it alone, or all
-    of its amax group.
+    of its amax group. A group that dissolves does so if it was cast for another ``dtype``.
     """
     gather = gather_of(weight)
     assert gather is not None
     gather.find(weight)
-    group = getattr(layer, "amax_group", None)
-    return [gather] if group is None else group.members()
+    group: AmaxGroup | None = getattr(layer, "amax_group", None)
+    if group is None:
+        return [gather]
+    if group.dissolves and dtype is not None and _is_cast_for_another(gather, dtype):
+        group.dissolve()
+        return [gather]
+    return group.members() or [gather]
 
 
 # --- when a cast is due, and making it ---
@@ -232,11 +174,14 @@ def codes_to_send(
     return tuple(map(shards.rows.to_send, shards.all_gather_inputs)), shards
 
 
+def _is_cast_for_another(gather: LowBitAllGather, dtype: torch.dtype) -> bool:
+    """Whether others of its group had this weight cast for a gather in another dtype."""
+    return gather.codes is CodesState.CAST and gather.shards.dtype != dtype
+
+
 def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:
-    """Raise if others of its group, gathered in another dtype, had this weight cast for that.
-    FSDP2 says the same on every rank.
-    """
-    if gather.codes is not CodesState.CAST or gather.shards.dtype == dtype:
+    """Raise if a weight is cast for another dtype; FSDP2 says the same on every rank."""
+    if len(cast_group) == 1 or not _is_cast_for_another(gather, dtype):
         return
     others = ", ".join(member.name for member in cast_group if member is not gather)
     raise InputError(

@@ -130,7 +130,8 @@ class MasterWeight(torch.Tensor):
         if gather.codes is not CodesState.GATHERED:
             check_placement(gather.name, parameter)
         dtype = mp_policy.param_dtype or self.dtype
-        return codes_to_send(gather, cast_group_of(module, parameter), mesh, dtype, self.device)
+        cast_group = cast_group_of(module, parameter, dtype)
+        return codes_to_send(gather, cast_group, mesh, dtype, self.device)
 
     def fsdp_post_all_gather(
         self,

@@ -177,6 +177,11 @@ class QuantizedStorage(HeldPlanes):
         return matrix
 
     @property
+    def first_matrix(self) -> int:
+        """The place, in the whole stack, of the first matrix of this one."""
+        return 0 if self.tp_shard is None else self.tp_shard.first_matrix(self.recipe)
+
+    @property
     def originals(self) -> dict[str, torch.Tensor]:
         """The :attr:`buffers` that are not derived from others."""
         self.writes.require_scales()
@@ -200,10 +205,7 @@ class QuantizedStorage(HeldPlanes):
         if counter.is_meta:
             self._name = self._name or name
         elif int(counter.view(-1)[0]) == 0:
-            count = counter.numel() // 2
-            first = 0
-            if self.tp_shard is not None and self.tp_shard.has_whole_matrices(self.recipe):
-                first = self.tp_shard.start // max(self.shape[-2], 1)
+            count, first = counter.numel() // 2, self.first_matrix
             names = [f"{name}[{first + i}]" for i in range(count)] if self.stack else [name]
             hashes = [zlib.crc32(each.encode()) or 1 for each in names]  # 0: it has no name
             counter.view(count, 2)[:, 0] = torch.tensor(

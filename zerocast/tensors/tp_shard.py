@@ -162,6 +162,10 @@ class TensorParallelShard:
         is_stack = len(recipe.stack_of(self.whole)) > 0
         return is_stack and self.dim == ROWS and not self.per_matrix
 
+    def first_matrix(self, recipe: Recipe) -> int:
+        """The place in the whole of the first matrix that it has something of."""
+        return self.start // max(self.whole[-2], 1) if self.has_whole_matrices(recipe) else 0
+
     def of_matrix(self, recipe: Recipe) -> TensorParallelShard | None:
         """Return what it has of each matrix of a weight that ``recipe`` quantizes matrix by matrix;
         None for all of it.
