@@ -22,6 +22,7 @@ from zerocast.comm import Attempt, Group, raise_together, raising_together
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
+from zerocast.export.input_scales import InputScales
 from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors
 from zerocast.export.weights import BUCKET_BYTES, Export
@@ -43,6 +44,8 @@ def save_pretrained(
     amax_groups: Patterns = (),
     dtype: torch.dtype | None = None,
     names: Names = None,
+    modules: Sequence[str] | None = None,
+    input_scales: InputScales = None,
     tokenizer: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: Group = None,
@@ -72,6 +75,7 @@ def save_pretrained(
         names: the names of parameters in the checkpoint, by those in the model: a mapping, where
             those that it lacks stay, or a function. None for those that transformers gives them, of
             a model of that package.
+        modules, input_scales: as of :class:`zerocast.export.Export`.
         tokenizer: with a method ``save_pretrained``, or a directory whose tokenizer files are
             copied.
         bucket_bytes: about how many bytes a file has.
@@ -91,12 +95,15 @@ def save_pretrained(
         amax_groups=amax_groups,
         dtype=dtype,
         names=names,
+        modules=modules,
+        input_scales=input_scales,
         bucket_bytes=bucket_bytes,
         group=group,
     )
     comm, folder = export.comm, Path(directory)
     with raising_together(comm):
         _require_safetensors()
+        contents = export.config.contents()
         if comm.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.glob("*.safetensors")):
@@ -127,10 +134,7 @@ def save_pretrained(
             generation = getattr(model, "generation_config", None)
             if generation is not None:
                 generation.save_pretrained(folder)
-            section = export.dialect.quantization_config(export.unquantized)
-            nominal = next(entry.dtype for entry in export.entries if entry.recipe is not None)
-            own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": section}
-            _write_json(_configuration(model) | own, folder / "config.json")
+            _write_json(_configuration(model) | contents, folder / "config.json")
 
 
 def load_pretrained(
@@ -308,9 +312,7 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
     found = [
         dialect
         for dialect in DIALECTS.values()
-        if isinstance(given, dict)
-        and dialect.section
-        == {key: value for key, value in given.items() if key != dialect.unquantized_key}
+        if isinstance(given, dict) and dialect.has_section(given)
     ]
     named = [
         dialect

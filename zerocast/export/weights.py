@@ -18,15 +18,16 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Patterns
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
+from zerocast.export.configuration import Configuration, check_weights_are_read
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
     Names,
     Shard,
     Source,
-    checkpoint_name,
     gathered_dtype,
     in_amax_groups,
+    in_nominal_dtype,
     included_weights,
     not_rows,
     own_rows,
@@ -37,6 +38,7 @@ from zerocast.export.entries import (
     whole,
 )
 from zerocast.export.experts import has_place, matrix_entries
+from zerocast.export.input_scales import InputScales, with_input_scales
 from zerocast.export.known_dialects import as_dialect
 from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import EntryOwners, ShardPlan
@@ -80,9 +82,14 @@ class Export:
             :class:`zerocast.CastPlan`: the projections that the server fuses. Weights that
             :func:`zerocast.nn.convert` grouped are grouped without being named.
         dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, and what other
-            parameters are stored in. By default their own, under FSDP2 that of the latest gather.
+            parameters are stored in. By default their own; under FSDP2, where they are masters,
+            that of the latest gather, but what transformers keeps in FP32 stays so.
         names: the names of parameters in the checkpoint by those in the model: a mapping, where
             those that it lacks stay, or a function. By default transformers' for its models.
+        modules: of an optimizer or a plan, which know no modules, the names in the checkpoint of
+            those that it has unquantized; needed only for the section.
+        input_scales: for ``modelopt/fp8`` the static scale of the inputs of every quantized module,
+            by its name in the checkpoint, or a safetensors file with ``X.input_scale``.
         bucket_bytes: about how many bytes of codes a bucket has.
         group: the ranks that export together: those of ``optimizer`` by default, or all.
 
@@ -91,6 +98,7 @@ class Export:
         dialect: the checkpoint's.
         held_amaxes, held_codes: what a refit holds of the casts before, for :class:`ShardPlan`.
         entries: in the order of the model, a tied tensor once.
+        config: what ``config.json`` says of it: the section, and modules that it names.
 
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
@@ -108,6 +116,8 @@ class Export:
         amax_groups: Patterns = (),
         dtype: torch.dtype | None = None,
         names: Names = None,
+        modules: Sequence[str] | None = None,
+        input_scales: InputScales = None,
         bucket_bytes: int = BUCKET_BYTES,
         group: Group = None,
     ) -> None:
@@ -141,20 +151,25 @@ class Export:
             self._planned = planned_weights(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
+            if dtype is None:
+                found = in_nominal_dtype(model, found)
             parts = [
-                (entry, list(matrix_entries(self.dialect.of(entry.name), entry, from_masters)))
+                (entry, [*matrix_entries(self.dialect.of(entry.name), model, entry, from_masters)])
                 for entry in found
             ]
             self._names = package_names(model, parts) if names is None else names
             entries = [each for _, own in parts for each in own]
             entries = in_amax_groups(entries, amax_groups, trained_amax_groups(model))
-            self.entries = renamed(entries, self._names, self.dialect)
+            entries = renamed(entries, self._names, self.dialect)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
                     f"masters that FSDP2 gathers in codes, got one with none; call "
                     f"zerocast.nn.convert first, or name layers in include."
                 )
+            check_weights_are_read(self.dialect, entries, model)
+            self.entries = with_input_scales(self.dialect, entries, input_scales)
+            self.config = Configuration(model, self.entries, self.dialect, self._names, modules)
 
     # --- what is exported ---
 
@@ -227,20 +242,6 @@ class Export:
         extent = Extent(weight.numel() * rank // size, weight.numel() * (rank + 1) // size)
         values = weight.detach().reshape(-1)[extent.start : extent.end]
         return Shard(values if extent else None, extent, self.comm)
-
-    @property
-    def unquantized(self) -> list[str]:
-        """The names, in the checkpoint, of the ``torch.nn.Linear`` modules that stay as they are;
-        of an optimizer or a plan, which do not know modules, none.
-        """
-        if not isinstance(self._model, torch.nn.Module):
-            return []
-        quantized = {each.name.rpartition(".")[0] for each in self.entries if each.recipe}
-        return [
-            checkpoint_name(self._names, f"{name}.weight").removesuffix(".weight")
-            for name, module in self._model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name not in quantized
-        ]
 
     # --- its tensors ---
 
@@ -343,7 +344,7 @@ class Export:
         scales: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if entry.recipe is None:
-                tensors[entry.stored] = whole(entry.tensor, entry.dtype)
+                tensors |= entry.named(whole(entry.tensor, entry.dtype))
                 continue
             storage, dialect = cast[entry.name], self.dialect.of(entry.name)
             check_tensor_scale(entry.name, dialect, storage)

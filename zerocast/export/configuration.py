@@ -1,0 +1,205 @@
+"""What ``config.json`` says of an export, above all which modules a server builds unquantized.
+
+A server builds a quantized layer for every module that the section does not name, and loads what is
+stored into it, values into codes as well. So all is named that some server builds as a linear layer
+or as experts: ``torch.nn.Linear``, stored or not, and modules with a stored parameter of two or
+more dimensions, but embeddings and biases. Names are those of the checkpoint.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.arguments import shown
+from zerocast.errors import InputError
+from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
+from zerocast.export.entries import Entry, Names, Source, checkpoint_name
+from zerocast.export.experts import projections
+
+_OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
+"""A tensor of one expert, and the module of all of them."""
+
+
+class Configuration:
+    """What ``config.json`` says of an export.
+
+    Args:
+        source: what is exported.
+        entries: its tensors.
+        dialect: theirs.
+        names: as of :class:`zerocast.export.Export`.
+        modules: of an optimizer or a plan, which know no modules, the names in the checkpoint of
+            those that a server must not build quantized; None where they are not known.
+
+    Raises:
+        InputError: for ``modules`` of a model, or that are no names.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        entries: Sequence[Entry],
+        dialect: Dialect,
+        names: Names,
+        modules: Sequence[str] | None,
+    ) -> None:
+        self._source, self._entries, self._dialect, self._names = source, entries, dialect, names
+        is_list = isinstance(modules, list | tuple) and all(isinstance(m, str) for m in modules)
+        if modules is not None and (isinstance(source, torch.nn.Module) or not is_list):
+            raise InputError(
+                f"modules must be a list of names for an optimizer or a plan, and left out for a "
+                f"model, which knows its own, got {shown(modules)}."
+            )
+        self._modules = modules
+
+    @property
+    def unquantized(self) -> list[str]:
+        """The names, in the checkpoint, of the modules that a server must not build quantized.
+
+        Raises:
+            InputError: of an optimizer or a plan whose ``modules`` are not known.
+        """
+        return list(self._by_name())
+
+    def section(self) -> Section:
+        """Return the ``quantization_config``: where modules are matched as a whole, it has their
+        names in the model, too, by which transformers matches them.
+
+        Raises:
+            InputError: as :attr:`unquantized`.
+        """
+        found = self._by_name()
+        also = () if self._dialect.matches_layers else found.values()
+        names = dict.fromkeys([*found, *also])
+        heads = heads_in_codes(self._entries, self._source)
+        return self._dialect.quantization_config([*names], heads)
+
+    def contents(self) -> dict[str, Any]:
+        """Return all that is said beside the model's own configuration.
+
+        Raises:
+            InputError: as :attr:`unquantized`.
+        """
+        nominal = next(entry.dtype for entry in self._entries if entry.recipe is not None)
+        return {
+            "dtype": str(nominal).removeprefix("torch."),
+            "quantization_config": self.section(),
+            **self._dialect.also_in_config,
+        }
+
+    def _by_name(self) -> dict[str, str]:
+        if isinstance(self._source, torch.nn.Module):
+            return plain_modules(self._source, self._entries, self._dialect, self._names)
+        if self._modules is None:
+            raise InputError(
+                f"a {type(self._source).__name__} does not know which modules a server must not "
+                f"build quantized; give modules=, their names in the checkpoint (routers, lm_head, "
+                f"experts), or [] where there is none."
+            )
+        return {name: name for name in self._modules}
+
+
+def output_layers(source: Source) -> set[str]:
+    """Return the names of the modules that servers take for output layers: by transformers' word,
+    and by the name ``lm_head``.
+    """
+    if not isinstance(source, torch.nn.Module):
+        return {"lm_head"}
+    head = getattr(source, "get_output_embeddings", lambda: None)()
+    return {
+        name
+        for name, module in source.named_modules()
+        if (module is head) or name.rpartition(".")[2] == "lm_head"
+    }
+
+
+def heads_in_codes(entries: Iterable[Entry], source: Source) -> list[str]:
+    """Return the names, in the checkpoint, of the output layers that are in codes."""
+    heads = {f"{name}.weight" for name in output_layers(source)}
+    return [_module(each.stored) for each in entries if each.recipe and each.name in heads]
+
+
+def check_weights_are_read(dialect: Dialect, entries: Sequence[Entry], source: Source) -> None:
+    """Check that servers read what is in codes, and build the experts of a module alike.
+
+    Raises:
+        InputError: where they do not, with the name of a weight.
+    """
+    heads = set(heads_in_codes(entries, source))
+    experts = {_experts_of(each) for each in entries if each.recipe} - {""}
+    for entry in entries:
+        module = _experts_of(entry)
+        if entry.recipe is not None:
+            kind = HEADS if _module(entry.stored) in heads else EXPERTS if module else LINEAR
+            if kind not in dialect.of(entry.name).reads:
+                raise InputError(
+                    f"{entry.name} is the weight {kind}, whose codes no server reads from "
+                    f"{dialect.name}; leave {module or _module(entry.name)} as it is "
+                    f"(filter_fqns of zerocast.nn.convert, include), or choose another dialect."
+                )
+        elif module and (module in experts or dialect.fuses_experts) and _is_matrix(entry):
+            raise InputError(
+                f"{entry.name} is not in codes, and servers of {dialect.name} would build it so: "
+                f"{'all experts' if dialect.fuses_experts else f'all of {module}'} alike; convert "
+                f"all of them, or none."
+            )
+
+
+def plain_modules(
+    model: torch.nn.Module, entries: Sequence[Entry], dialect: Dialect, names: Names
+) -> dict[str, str]:
+    """Return the modules that a server must not build quantized, by their names in the checkpoint,
+    with their names in the model; of experts, where layers are matched, each projection. One that
+    holds a quantized weight, or a module with one, is never named: its name would stand for all.
+    """
+    above = {""}
+    for entry in entries:
+        if entry.recipe is not None:
+            above.update(itertools.accumulate(entry.name.split("."), "{}.{}".format))
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.recipe is None and entry.name in parameters and _is_matrix(entry):
+            stored.setdefault(_module(entry.name), []).extend(_names(entry, dialect))
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if name in above or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        if isinstance(module, torch.nn.Linear):
+            own = [_module(checkpoint_name(names, f"{name}.weight"))]
+        else:
+            own = stored.get(name, [])
+        found |= dict.fromkeys(own, name)
+    return found
+
+
+def module_of_experts(name: str) -> str | None:
+    """Return the module of all experts where ``name`` is that of a tensor of one; else None."""
+    found = _OF_AN_EXPERT.match(name)
+    return None if found is None else found[1]
+
+
+def _names(entry: Entry, dialect: Dialect) -> list[str]:
+    """Return the names, in the checkpoint, of the module of a plain entry."""
+    if not entry.experts:
+        return [_module(entry.stored)]
+    own = entry.parts or projections(entry.stored, entry.shape)
+    if dialect.matches_layers:
+        return [_module(each) for each in own]
+    return [own[0].rsplit(".", 3)[0]]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _experts_of(entry: Entry) -> str:
+    """Return the module, in the model, of the experts of which a tensor is; else nothing."""
+    return entry.experts or module_of_experts(entry.name) or ""
+
+
+def _is_matrix(entry: Entry) -> bool:
+    return entry.tensor.dim() > 1 and not entry.name.endswith("bias")
