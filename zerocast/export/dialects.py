@@ -25,8 +25,8 @@ from zerocast.tensors.saved import checked_storage
 Section = dict[str, Any]
 """The ``quantization_config`` of a ``config.json``."""
 
-LINEAR, EXPERTS, HEADS = "a linear layer", "of experts", "an output layer"
-"""What servers build of a weight: for each kind they have readers of their own."""
+LINEAR, EXPERTS, HEADS = "of a linear layer", "of experts", "of an output layer"
+"""Kinds of weights, as a message says it: servers have readers of their own for each."""
 
 
 @dataclass(frozen=True)
