@@ -8,7 +8,8 @@ more dimensions, but embeddings and biases. Names are those of the checkpoint.
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ _OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
 """A tensor of one expert, and the module of all of them."""
 
 
+@dataclass(frozen=True)
 class Configuration:
     """What ``config.json`` says of an export.
 
-    Args:
+    Attributes:
         source: what is exported.
         entries: its tensors.
         dialect: theirs.
@@ -38,22 +40,21 @@ class Configuration:
         InputError: for ``modules`` of a model, or that are no names.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        entries: Sequence[Entry],
-        dialect: Dialect,
-        names: Names,
-        modules: Sequence[str] | None,
-    ) -> None:
-        self._source, self._entries, self._dialect, self._names = source, entries, dialect, names
-        is_list = isinstance(modules, list | tuple) and all(isinstance(m, str) for m in modules)
-        if modules is not None and (isinstance(source, torch.nn.Module) or not is_list):
+    source: Source
+    entries: Sequence[Entry]
+    dialect: Dialect
+    names: Names
+    modules: Sequence[str] | None
+
+    def __post_init__(self) -> None:
+        given = self.modules or []
+        is_list = isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
+        is_model = isinstance(self.source, torch.nn.Module)
+        if not is_list or (is_model and self.modules is not None):
             raise InputError(
                 f"modules must be a list of names for an optimizer or a plan, and left out for a "
-                f"model, which knows its own, got {shown(modules)}."
+                f"model, which knows its own, got {shown(self.modules)}."
             )
-        self._modules = modules
 
     @property
     def unquantized(self) -> list[str]:
@@ -71,11 +72,14 @@ class Configuration:
         Raises:
             InputError: as :attr:`unquantized`.
         """
-        found = self._by_name()
-        also = () if self._dialect.matches_layers else found.values()
-        names = dict.fromkeys([*found, *also])
-        heads = heads_in_codes(self._entries, self._source)
-        return self._dialect.quantization_config([*names], heads)
+        found, kinds = self._by_name(), _kinds(self.entries, self.source)
+        also = () if self.dialect.matches_layers else found.values()
+        of_heads = [
+            _module(entry.stored)
+            for entry, kind in zip(self.entries, kinds, strict=True)
+            if entry.recipe is not None and kind is HEADS
+        ]
+        return self.dialect.quantization_config([*dict.fromkeys([*found, *also])], of_heads)
 
     def contents(self) -> dict[str, Any]:
         """Return all that is said beside the model's own configuration.
@@ -83,43 +87,35 @@ class Configuration:
         Raises:
             InputError: as :attr:`unquantized`.
         """
-        nominal = next(entry.dtype for entry in self._entries if entry.recipe is not None)
-        return {
-            "dtype": str(nominal).removeprefix("torch."),
-            "quantization_config": self.section(),
-            **self._dialect.also_in_config,
-        }
+        nominal = next(entry.dtype for entry in self.entries if entry.recipe is not None)
+        own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": self.section()}
+        return own | self.dialect.also_in_config
 
     def _by_name(self) -> dict[str, str]:
-        if isinstance(self._source, torch.nn.Module):
-            return plain_modules(self._source, self._entries, self._dialect, self._names)
-        if self._modules is None:
+        if isinstance(self.source, torch.nn.Module):
+            return plain_modules(self.source, self.entries, self.dialect, self.names)
+        if self.modules is None:
             raise InputError(
-                f"a {type(self._source).__name__} does not know which modules a server must not "
+                f"a {type(self.source).__name__} does not know which modules a server must not "
                 f"build quantized; give modules=, their names in the checkpoint (routers, lm_head, "
                 f"experts), or [] where there is none."
             )
-        return {name: name for name in self._modules}
+        return {name: name for name in self.modules}
 
 
-def output_layers(source: Source) -> set[str]:
-    """Return the names of the modules that servers take for output layers: by transformers' word,
-    and by the name ``lm_head``.
+def _kinds(entries: Sequence[Entry], source: Source) -> list[str]:
+    """Return which kind of weight each entry would be. Output layers are those of transformers'
+    word, and of the name ``lm_head``.
     """
-    if not isinstance(source, torch.nn.Module):
-        return {"lm_head"}
     head = getattr(source, "get_output_embeddings", lambda: None)()
-    return {
-        name
-        for name, module in source.named_modules()
-        if (module is head) or name.rpartition(".")[2] == "lm_head"
-    }
-
-
-def heads_in_codes(entries: Iterable[Entry], source: Source) -> list[str]:
-    """Return the names, in the checkpoint, of the output layers that are in codes."""
-    heads = {f"{name}.weight" for name in output_layers(source)}
-    return [_module(each.stored) for each in entries if each.recipe and each.name in heads]
+    modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
+    heads = {name for name, module in modules if module is head}
+    found = []
+    for entry in entries:
+        module = _module(entry.name)
+        is_head = module in heads or module.rpartition(".")[2] == "lm_head"
+        found.append(HEADS if is_head else EXPERTS if _experts_of(entry) else LINEAR)
+    return found
 
 
 def check_weights_are_read(dialect: Dialect, entries: Sequence[Entry], source: Source) -> None:
@@ -128,23 +124,21 @@ def check_weights_are_read(dialect: Dialect, entries: Sequence[Entry], source: S
     Raises:
         InputError: where they do not, with the name of a weight.
     """
-    heads = set(heads_in_codes(entries, source))
     experts = {_experts_of(each) for each in entries if each.recipe} - {""}
-    for entry in entries:
+    for entry, kind in zip(entries, _kinds(entries, source), strict=True):
         module = _experts_of(entry)
-        if entry.recipe is not None:
-            kind = HEADS if _module(entry.stored) in heads else EXPERTS if module else LINEAR
-            if kind not in dialect.of(entry.name).reads:
-                raise InputError(
-                    f"{entry.name} is the weight {kind}, whose codes no server reads from "
-                    f"{dialect.name}; leave {module or _module(entry.name)} as it is "
-                    f"(filter_fqns of zerocast.nn.convert, include), or choose another dialect."
-                )
-        elif module and (module in experts or dialect.fuses_experts) and _is_matrix(entry):
+        if entry.recipe is not None and kind not in dialect.of(entry.name).reads:
+            raise InputError(
+                f"{entry.name} is the weight {kind}, whose codes no server reads from "
+                f"{dialect.name}; leave {module or _module(entry.name)} as it is "
+                f"(filter_fqns of zerocast.nn.convert, include), or choose another dialect."
+            )
+        is_built = module in experts or (dialect.fuses_experts and module)
+        if entry.recipe is None and is_built and _is_matrix(entry):
+            alike = "all experts" if dialect.fuses_experts else f"all of {module}"
             raise InputError(
                 f"{entry.name} is not in codes, and servers of {dialect.name} would build it so: "
-                f"{'all experts' if dialect.fuses_experts else f'all of {module}'} alike; convert "
-                f"all of them, or none."
+                f"{alike} alike; convert all of them, or none."
             )
 
 
@@ -168,10 +162,9 @@ def plain_modules(
     for name, module in model.named_modules():
         if name in above or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             continue
-        if isinstance(module, torch.nn.Linear):
+        own = stored.get(name, [])
+        if isinstance(module, torch.nn.Linear):  # also one whose weight is tied and not stored
             own = [_module(checkpoint_name(names, f"{name}.weight"))]
-        else:
-            own = stored.get(name, [])
         found |= dict.fromkeys(own, name)
     return found
 
@@ -187,9 +180,7 @@ def _names(entry: Entry, dialect: Dialect) -> list[str]:
     if not entry.experts:
         return [_module(entry.stored)]
     own = entry.parts or projections(entry.stored, entry.shape)
-    if dialect.matches_layers:
-        return [_module(each) for each in own]
-    return [own[0].rsplit(".", 3)[0]]
+    return [_module(each) for each in own] if dialect.matches_layers else [own[0].rsplit(".", 3)[0]]
 
 
 def _module(name: str) -> str:

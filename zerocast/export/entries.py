@@ -258,17 +258,18 @@ def in_nominal_dtype(source: Source, entries: list[Entry]) -> list[Entry]:
     nominal = next((each.dtype for each in entries if each.recipe is not None), None)
     if nominal in (None, torch.float32) or not isinstance(source, torch.nn.Module):
         return entries
-    parameters = dict(source.named_parameters(remove_duplicate=False))
-    kept = [*(getattr(source, "_keep_in_fp32_modules_strict", None) or ())]
-    if nominal == torch.float16:
-        kept += getattr(source, "_keep_in_fp32_modules", None) or ()
+    lists = ["_keep_in_fp32_modules_strict"]
+    lists += ["_keep_in_fp32_modules"] if nominal == torch.float16 else []
+    kept = [f"*{like}*" for each in lists for like in getattr(source, each, None) or ()]
+    masters = {
+        name
+        for name, parameter in source.named_parameters(remove_duplicate=False)
+        if is_fsdp_sharded(parameter) and parameter.dtype == torch.float32
+        if not any(fnmatch.fnmatchcase(name, like) for like in kept)
+    }
     return [
         dataclasses.replace(each, dtype=nominal)
-        if each.recipe is None
-        and each.dtype == torch.float32
-        and each.name in parameters
-        and is_fsdp_sharded(parameters[each.name])
-        and not any(fnmatch.fnmatchcase(each.name, f"*{like}*") for like in kept)
+        if each.recipe is None and each.name in masters
         else each
         for each in entries
     ]

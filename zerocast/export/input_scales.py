@@ -27,12 +27,12 @@ def with_input_scales(
         InputError: where a layer has none, one is left over, or one is no positive finite number.
     """
     part = dialect.input_scale
+    if part is None and given is not None:
+        raise InputError(
+            f"input_scales are for dialects with static scales of inputs, and servers of "
+            f"{dialect.name} scale inputs as they come; leave input_scales out."
+        )
     if part is None:
-        if given is not None:
-            raise InputError(
-                f"input_scales are for dialects with static scales of inputs, and servers of "
-                f"{dialect.name} scale inputs as they come; leave input_scales out."
-            )
         return list(entries)
     if given is None:
         raise InputError(
@@ -41,42 +41,40 @@ def with_input_scales(
             f"with X.{part}, or choose a dialect that needs none, such as modelopt/fp8-channel."
         )
     scales = dict(given) if isinstance(given, Mapping) else _read(given, part)
+    names = {entry.stored.rpartition(".")[0] for entry in entries if entry.recipe is not None}
+    stored = {entry.stored for entry in entries}
+    wrong = (names ^ scales.keys()) | {name for name in names if f"{name}.{part}" in stored}
+    if wrong:
+        raise InputError(
+            f"input_scales must have one of each quantized module, by its name in the checkpoint, "
+            f"and no other, got {len(scales)} of {len(names)}; wrong are "
+            f"{', '.join(sorted(map(str, wrong))[:8])}."
+        )
     found: list[Entry] = []
     for entry in entries:
         found.append(entry)
-        module = entry.stored.rpartition(".")[0]
         if entry.recipe is not None:
-            if module not in scales:
-                raise InputError(
-                    f"input_scales must have one of each quantized module, and {module} has none."
-                )
-            device = to_local(entry.tensor).device
-            scale = torch.tensor(_number(module, scales.pop(module)), device=device)
+            module = entry.stored.rpartition(".")[0]
+            scale = _scale(module, scales[module]).to(to_local(entry.tensor).device)
             name = f"{module}.{part}"
             found.append(Entry(name, scale, torch.float32, exported_as=name))
-    taken = [entry.stored for entry in found]
-    if scales or len(set(taken)) < len(taken):
-        raise InputError(
-            f"input_scales must be of quantized modules, by their names in the checkpoint, each "
-            f"once, got {', '.join([*map(str, scales)][:4]) or 'some that the model has, too'}."
-        )
     return found
 
 
-def _number(module: str, value: Any) -> float:
-    """Return a scale as it is stored: the nearest FP32 number."""
+def _scale(module: str, value: Any) -> torch.Tensor:
+    """Return a scale as it is stored, the nearest FP32 number."""
     try:
-        number = torch.as_tensor(value, dtype=torch.float32).item()
+        scale = torch.tensor(float(value), dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not 0 < number < math.inf:
+        scale = torch.tensor(0.0)
+    if not 0 < scale.item() < math.inf:
         raise InputError(
             f"input_scales must be positive finite numbers, got {shown(value)} for {module}."
         )
-    return number
+    return scale
 
 
-def _read(path: Any, part: str) -> dict[str, torch.Tensor]:
+def _read(path: Any, part: str) -> dict[str, Any]:
     """Return the scales that a file has, and nothing else of it."""
     from safetensors import SafetensorError, safe_open
 
