@@ -585,3 +585,14 @@ def test_bytes_of_fsdp2_that_depend_on_earlier_casts_are_refused():
             Export(sharded_bank(), "compressed-tensors/nvfp4")
 
     run_ranks("torch_distributed", 2, run)
+
+
+def test_a_module_above_quantized_weights_is_not_named_as_unquantized():
+    """A plain parameter of a module beside them is stored under a name of the module above all."""
+    block = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 128), "mix": torch.nn.Module()})
+    block["mix"].fn = torch.nn.Parameter(torch.randn(4, 64))
+    model = torch.nn.ModuleDict({"block": block, "out": torch.nn.Linear(128, 4)}).bfloat16()
+    zerocast.nn.convert(model, BLOCKS, filter_fqns=["out"])
+    for names, expected in ((None, {"block.mix", "out"}), ({"block.mix.fn": "block.fn"}, {"out"})):
+        export = Export(model, "deepseek/fp8-ue8m0", names=names)
+        assert set(export.config.section()["modules_to_not_convert"]) == expected

@@ -8,7 +8,7 @@ more dimensions, but embeddings and biases. Names are those of the checkpoint.
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,12 +147,11 @@ def plain_modules(
 ) -> dict[str, str]:
     """Return the modules that a server must not build quantized, by their names in the checkpoint,
     with their names in the model; of experts, where layers are matched, each projection. One that
-    holds a quantized weight, or a module with one, is never named: its name would stand for all.
+    holds a quantized weight, or a module with one, there or in the checkpoint, is never named: its
+    name would stand for all.
     """
-    above = {""}
-    for entry in entries:
-        if entry.recipe is not None:
-            above.update(itertools.accumulate(entry.name.split("."), "{}.{}".format))
+    above = _with_prefixes(entry.name for entry in entries if entry.recipe is not None)
+    stored_above = _with_prefixes(entry.stored for entry in entries if entry.recipe is not None)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stored: dict[str, list[str]] = {}
     for entry in entries:
@@ -165,7 +164,7 @@ def plain_modules(
         own = stored.get(name, [])
         if isinstance(module, torch.nn.Linear):  # also one whose weight is tied and not stored
             own = [_module(checkpoint_name(names, f"{name}.weight"))]
-        found |= dict.fromkeys(own, name)
+        found |= {each: name for each in own if each not in stored_above}
     return found
 
 
@@ -185,6 +184,14 @@ def _names(entry: Entry, dialect: Dialect) -> list[str]:
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _with_prefixes(names: Iterable[str]) -> set[str]:
+    """Return ``names`` and those of all modules above them, the whole model's included."""
+    above = {""}
+    for name in names:
+        above.update(itertools.accumulate(name.split("."), "{}.{}".format))
+    return above
 
 
 def _experts_of(entry: Entry) -> str:
