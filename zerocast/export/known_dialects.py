@@ -110,7 +110,10 @@ DIALECTS = {
             recipe=_ONE_SCALE,
             scale_shape=(1,),
             section=_compressed_tensors(
-                "float-quantized", weights=_arguments(8, "tensor"), input_activations=_PER_TOKEN
+                "float-quantized",
+                weights=_arguments(8, "tensor"),
+                # Of experts with one scale a tensor vLLM and SGLang take no other inputs.
+                input_activations=_arguments(8, "tensor", dynamic=True),
             ),
         ),
         Dialect(
