@@ -37,6 +37,7 @@ from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.costs.machine import MACHINES, Machine
 from zerocast.errors import VerificationError, ZerocastError
 from zerocast.export import DIALECTS, load_pretrained, save_pretrained
+from zerocast.export.dialects import LINEAR
 from zerocast.layout import Source
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.numerics import Changes, Comparison
@@ -346,13 +347,17 @@ class Exports:
     def __init__(self, folder: Path) -> None:
         self._folders = {}
         for name, dialect in DIALECTS.items():
-            model = torch.nn.Sequential(*(torch.nn.Linear(64, 32, bias=False) for _ in range(2)))
-            model.bfloat16()
-            for layer in model[:1]:
-                weight = zerocast.quantize(layer.weight.detach(), dialect.recipe)
-                layer.weight = torch.nn.Parameter(weight)
+            layers = [torch.nn.Linear(64, 32, bias=False) for _ in range(2)]
+            model = torch.nn.ModuleDict({"experts": layers[0], "other": layers[1]}).bfloat16()
+            value, kind = layers[0].weight.detach(), "weight"
+            if LINEAR not in dialect.reads:
+                value, kind = value.view(1, 32, 64), "down_proj"
+            weight = zerocast.quantize(value, dialect.recipe, columnwise=False)
+            del layers[0].weight
+            layers[0].register_parameter(kind, torch.nn.Parameter(weight))
+            scales = {"experts": 0.5} if dialect.input_scale else None
             path = folder / name.replace("/", "_")
-            save_pretrained(model, path, dialect=name, bucket_bytes=1000)
+            save_pretrained(model, path, dialect=name, input_scales=scales, bucket_bytes=1000)
             self._folders[path] = {file: file.read_bytes() for file in path.iterdir()}
 
     def __call__(self, draw: random.Random) -> None:

@@ -84,6 +84,14 @@ def test_compressed_tensors_decodes_what_is_stored(name, shape):
     )
 
 
+def test_inputs_beside_one_scale_a_tensor_have_one_a_tensor():
+    """vLLM and SGLang build no experts of compressed-tensors with another pair of strategies."""
+    (group,) = DIALECTS["compressed-tensors/fp8-tensor"].section["config_groups"].values()
+    weights, inputs = group["weights"], group["input_activations"]
+    assert weights["strategy"] == inputs["strategy"] == "tensor"
+    assert inputs["dynamic"] is True
+
+
 @pytest.mark.parametrize(
     "name",
     ["deepseek/fp8", "deepseek/fp8-ue8m0", "deepseek/v4-fp8", "deepseek/v4-mxfp4", "sglang/mxfp8",

@@ -60,6 +60,8 @@ def model(rows: int = ROWS) -> torch.nn.ModuleDict:
 
 
 INCLUDE = ["embed", "experts", "transposed"]
+OF_EXPERTS = {"include": INCLUDE, "filter_fqns": ["head"], "strict": True}
+"""Without linear layers, which the dialect of gpt-oss has no codes of."""
 NAMES = {
     f"experts.{e}.{part}.weight" for e in range(3) for part in ("gate_proj", "up_proj", "down_proj")
 }
@@ -104,7 +106,8 @@ def test_the_bytes_of_experts_are_those_that_they_were_trained_with(recipe, dial
 
 
 @pytest.mark.parametrize(
-    "dialect", ["compressed-tensors/nvfp4", "deepseek/fp8", "deepseek/v4", "modelopt/fp8"]
+    "dialect",
+    ["compressed-tensors/nvfp4", "deepseek/fp8", "deepseek/v4", "compressed-tensors/fp8-tensor"],
 )
 def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
     """On 1, 2 and 3 ranks the same files; gate and up share their tensor amax, and in blocks of
@@ -184,7 +187,7 @@ def test_experts_that_lie_the_other_way_round_are_cast_turned(size):
     """
     dialect = zerocast.export.DIALECTS["gpt-oss/mxfp4"]
     given = model()
-    zerocast.nn.convert(given, dialect.recipe, include=INCLUDE, strict=True)
+    zerocast.nn.convert(given, dialect.recipe, **OF_EXPERTS)
 
     def run(comm):
         own, receiver = copy.deepcopy(given), Receiver()
@@ -220,7 +223,7 @@ def test_trained_bytes_that_lie_the_other_way_round_are_refused(tmp_path):
     """Their scales are along the other side."""
     trained = model().bfloat16()
     recipe = zerocast.MXFP4BlockScaling(enable_2d_quantization=True)
-    zerocast.nn.convert(trained, recipe, include=INCLUDE, strict=True)
+    zerocast.nn.convert(trained, recipe, **OF_EXPERTS)
     assert message_of(InputError, save_pretrained, trained, tmp_path, dialect="gpt-oss/mxfp4") == (
         "transposed.down_proj keeps its matrices as [in, out], and the checkpoint has scales along "
         "the other side than MXFP4BlockScaling(enable_2d_quantization=True); give "
@@ -274,7 +277,7 @@ def test_masters_that_fsdp2_shards_are_cast_turned(comm):
     """
     own, plain = model(), model().transposed.down_proj.detach().bfloat16().mT.contiguous()
     square = zerocast.MXFP4BlockScaling(enable_2d_quantization=True)
-    zerocast.nn.convert(own, square, weights="master", include=INCLUDE, strict=True)
+    zerocast.nn.convert(own, square, weights="master", **OF_EXPERTS)
     for part in own.children():
         fully_shard(part)
     folder = shared_folder(comm)

@@ -117,7 +117,8 @@ FORMULAS = {
     "deepseek/fp8-deepgemm": deepgemm,
     "deepseek/fp8-triton": triton,
     "deepseek/fp8-ue8m0": deepgemm_ue8m0,
-    "deepseek/v4-fp8": deepseek_v4,
+    "deepseek/v4-fp8": deepgemm_ue8m0,
+    "deepseek/v4": deepseek_v4,
     "deepseek/v4-mxfp4": deepseek_v4_experts,
     "gpt-oss/mxfp4": gpt_oss,
     "compressed-tensors/mxfp4": compressed_tensors_mxfp4,
@@ -129,7 +130,7 @@ def awkward(name: str, seed: int) -> torch.Tensor:
     """FP32 whose BF16 have zeros of both signs, ties, and blocks as small as the formula agrees on:
     DeepGEMM's powers of two have a floor, ours none; the package divides by no scale below 2^-126.
     """
-    smallest = 1e-3 if "ue8m0" in name or name == "deepseek/v4-fp8" else 1e-30
+    smallest = 1e-3 if FORMULAS[name] in (deepgemm_ue8m0, deepseek_v4) else 1e-30
     x = draw_values("normal", SHAPE.numel(), seed).view(SHAPE)
     x = x * torch.logspace(0, 1, SHAPE[0])[:, None] * torch.linspace(smallest, 2, SHAPE[1])
     x[:128, 128:256] *= max(smallest, 1e-7)

@@ -20,12 +20,12 @@ from tests.support.models import Attention, Bank
 from tests.support.partitions import draw_partition
 from tests.support.ranks import on_ranks, run_ranks, shared_folder
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.serving import LINEAR_ALONE
 from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
 from zerocast.optim import ZeroOptimizer
 
 NVFP4, BLOCKS = zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()
 FUSED = [["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]
-DIALECT_NAMES = [*DIALECTS]
 
 
 def rounded(model: torch.nn.Module) -> torch.nn.Module:
@@ -77,7 +77,7 @@ def exported(folder: Path, base, recipe, world_size, **options) -> dict[str, tor
     return run_ranks("in_process" if world_size > 1 else "single_rank", world_size, run)[0]
 
 
-@pytest.mark.parametrize("name", DIALECT_NAMES)
+@pytest.mark.parametrize("name", LINEAR_ALONE)
 def test_files_are_the_same_on_any_number_of_ranks(tmp_path, name):
     """Cast from the masters of a Llama, on 1, 2 and 4 ranks that cut inside of rows and blocks:
     every file, and every weight in it is ``quantize`` of the whole master, or of those that servers
@@ -433,7 +433,8 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path, options, error, 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path):
     """By its name, on every rank, for each kind of scale."""
-    for name, dialect in DIALECTS.items():
+    for name in LINEAR_ALONE:
+        dialect = DIALECTS[name]
         model = Bank((48, 33)).bfloat16()
         with torch.no_grad():
             model.layers[1].weight[3, 5] = torch.nan
@@ -597,3 +598,14 @@ def test_bytes_of_fsdp2_that_depend_on_earlier_casts_are_refused():
             Export(sharded_bank(), "compressed-tensors/nvfp4")
 
     run_ranks("torch_distributed", 2, run)
+
+
+def test_a_module_above_quantized_weights_is_not_named_as_unquantized():
+    """A plain parameter of a module beside them is stored under a name of the module above all."""
+    block = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 128), "mix": torch.nn.Module()})
+    block["mix"].fn = torch.nn.Parameter(torch.randn(4, 64))
+    model = torch.nn.ModuleDict({"block": block, "out": torch.nn.Linear(128, 4)}).bfloat16()
+    zerocast.nn.convert(model, BLOCKS, filter_fqns=["out"])
+    for names, expected in ((None, {"block.mix", "out"}), ({"block.mix.fn": "block.fn"}, {"out"})):
+        export = Export(model, "deepseek/fp8-ue8m0", names=names)
+        assert set(export.config.section()["modules_to_not_convert"]) == expected

@@ -22,8 +22,8 @@ from zerocast.tensors import TensorParallelShard
 
 NVFP4 = RECIPES["nvfp4"]
 MESHES = pytest.mark.parametrize(("world_size", "tp"), [(2, 2), (4, 2)])
-NAMES = ("compressed-tensors/nvfp4", "modelopt/fp8", "compressed-tensors/fp8-channel",
-         "deepseek/fp8", "modelopt/mxfp8", "gpt-oss/mxfp4")  # fmt: skip
+NAMES = ("compressed-tensors/nvfp4", "compressed-tensors/fp8-tensor", "modelopt/fp8-channel",
+         "deepseek/fp8", "modelopt/mxfp8", "deepseek/v4-mxfp4")  # fmt: skip
 
 
 def assert_encoded(tensors, masters, dialect, recipe, when: str) -> None:

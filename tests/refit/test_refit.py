@@ -8,6 +8,7 @@ from tests.refit.planned import cuts, expected, masters, plan
 from tests.support.live_memory import LiveMemory
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.serving import LINEAR_ALONE
 from zerocast.comm import RecordingCommunicator
 from zerocast.export import DIALECTS, Export, weights
 from zerocast.export.shard_plan import ShardPlan
@@ -15,7 +16,7 @@ from zerocast.refit import Refit
 from zerocast.tensors import TensorParallelShard
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", LINEAR_ALONE)
 @pytest.mark.parametrize("world_size", [1, 3, 7])
 def test_shards_make_up_every_tensor_once(name, world_size):
     """Codes and scales of drawn cuts, put where the pieces say: ``quantize`` of the whole."""

@@ -161,7 +161,7 @@ def _transformers() -> Package:
             raise ValueError("it leaves shapes that are no multiple of the block unquantized")
         return tuple(made.values())
 
-    calls: Calls = {"deepseek/fp8": float8, "deepseek/v4-fp8": partial(float8, scale_fmt="ue8m0")}
+    calls: Calls = {"deepseek/fp8": float8, "deepseek/v4": partial(float8, scale_fmt="ue8m0")}
     return Package(name="transformers", writes=calls)
 
 

@@ -6,9 +6,10 @@ them. Only NVFP4's tensor scale is computed from something, the tensor amax. The
 :mod:`zerocast.export.known_dialects`.
 """
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from zerocast.tensors.saved import checked_storage
 
 Section = dict[str, Any]
 """The ``quantization_config`` of a ``config.json``."""
+
+LINEAR, EXPERTS, HEADS = "of a linear layer", "of experts", "of an output layer"
+"""Kinds of weights, as a message says it: servers have readers of their own for each."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,16 @@ class Dialect:
         scales: ``X.<scales>`` are the scales of the blocks.
         scale_dtype: their dtype; float8_e8m0fnu where they are powers of two, whose exponents are
             stored.
-        scale_shape: their shape where the tensor has one scale: [1] or []; None where they are
-            [blocks down a column, blocks along a row].
+        scale_shape: their shape where the tensor has one scale: [1] or []; [-1] where they are one
+            row; None where they are [blocks down a column, blocks along a row].
         tensor_scale: NVFP4's scale of the tensor; None for other formats.
         section: the ``quantization_config`` of ``config.json``, without the modules whose weights
             stay unquantized.
         unquantized_key: under which it names those.
+        reads: the kinds of weights whose codes servers read from it: LINEAR, EXPERTS, HEADS.
+        input_scale: ``X.<input_scale>`` is the static scale of the inputs of ``X``, FP32 [], which
+            the caller gives; None where servers scale inputs as they come.
+        also_in_config: what ``config.json`` has of it beside the section.
         fuses_experts: whether a stack [..., M, K] is stored in one tensor, behind its leading
             dimensions, and the matrices of a model that has them as [K, M] are turned for it; else
             each projection of each expert is a weight of its own.
@@ -113,6 +121,9 @@ class Dialect:
     tensor_scale: TensorScale | None = None
     section: Section
     unquantized_key: str = "ignore"
+    reads: tuple[str, ...] = (LINEAR, EXPERTS, HEADS)
+    input_scale: str | None = None
+    also_in_config: Section = field(default_factory=dict)
     fuses_experts: bool = False
     by_name: tuple[tuple[str, "Dialect"], ...] = ()
 
@@ -145,9 +156,33 @@ class Dialect:
                 return f"{module}.weight" if module else "weight", part
         return None
 
-    def quantization_config(self, unquantized: Sequence[str]) -> Section:
-        """Return the section for a model whose modules ``unquantized``, by their names, are not."""
-        return {**self.section, self.unquantized_key: list(unquantized)}
+    @property
+    def matches_layers(self) -> bool:
+        """Whether readers match each layer of the checkpoint by its own name or class, as those of
+        compressed-tensors do; others build the experts of a module alike, by the module's name.
+        """
+        return self.section.get("quant_method") == "compressed-tensors"
+
+    def quantization_config(self, unquantized: Sequence[str], heads: Sequence[str] = ()) -> Section:
+        """Return the section for a model whose modules ``unquantized``, by their names, are not,
+        and whose output layers ``heads`` are: vLLM's are not of the class Linear, so where layers
+        are matched they are targets of their own.
+        """
+        section = {**self.section, self.unquantized_key: list(unquantized)}
+        if heads and self.matches_layers:
+            groups = section["config_groups"].items()
+            section["config_groups"] = {
+                name: {**group, "targets": [*group["targets"], *heads]} for name, group in groups
+            }
+        return section
+
+    def has_section(self, given: Section) -> bool:
+        """Say whether ``given`` is the section of this dialect, for whatever model."""
+        heads: Sequence[str] = ()
+        if self.matches_layers:
+            with contextlib.suppress(LookupError, TypeError):
+                heads = given["config_groups"]["group_0"]["targets"][1:]
+        return {**given, self.unquantized_key: []} == self.quantization_config((), heads)
 
     def holds(self, recipe: Recipe, shape: Sequence[int]) -> bool:
         """Say whether the bytes of a weight [M, K] of ``recipe``, or of the matrices of a stack,

@@ -59,6 +59,9 @@ class Entry:
         unturned: of matrices that the checkpoint has transposed, what this rank has of the masters
             as the model has them; ``shard`` gets its values by
             :func:`zerocast.export.turned.with_turned_masters`. None for others.
+        experts: the module, in the model, of the stack of experts that it is or is of; else empty.
+        parts: of a stack that stays as it is the names, in the checkpoint, of its projections, each
+            of which is a tensor there; else none.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Entry:
     tp_shard: TensorParallelShard | None = None
     exported_as: str = ""
     unturned: Shard | None = None
+    experts: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -84,6 +89,13 @@ class Entry:
     def stored_name(self, part: str) -> str:
         """The name, in the checkpoint, of the tensor ``part`` of a dialect."""
         return stored_name(self.stored, part)
+
+    def named(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the whole ``value`` of one that stays as it is by its names in the checkpoint."""
+        if not self.parts:
+            return {self.stored: value}
+        matrices = value.view(len(self.parts), -1, value.shape[-1])
+        return dict(zip(self.parts, matrices, strict=True))
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +149,8 @@ def included_weights(source: Source, names: Sequence[str]) -> set[str]:
     """Return the names of the weights of the linear layers that ``names`` name.
 
     Raises:
-        InputError: where one names no linear layer.
+        InputError: where one names no linear layer, or only such that the checkpoint does not have,
+            because their weights are tied.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InputError(
@@ -146,7 +159,7 @@ def included_weights(source: Source, names: Sequence[str]) -> set[str]:
         )
     modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
     linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
-    found: set[str] = set()
+    found, stored = set[str](), stored_tensors(source)
     for name in names:
         matching = fnmatch.filter(linear, name)
         if not matching:
@@ -154,7 +167,13 @@ def included_weights(source: Source, names: Sequence[str]) -> set[str]:
                 f"each name in include must be that of a linear layer, or a pattern with * that "
                 f"matches some, got {name!r}, which matches none of {', '.join(linear[:4])}, ..."
             )
-        found |= {f"{module}.weight" if module else "weight" for module in matching}
+        weights = {f"{module}.weight" if module else "weight" for module in matching}
+        if not weights & stored.keys():
+            raise InputError(
+                f"include names {name!r}, whose weight is tied with another and stored under that "
+                f"one's name, as it is; leave it out of include, or untie it."
+            )
+        found |= weights
     return found
 
 
@@ -210,7 +229,8 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
     taken: dict[str, str] = {}
     for entry in entries:
         name = checkpoint_name(names, entry.name)
-        its_own = [name]
+        parts = tuple(checkpoint_name(names, part) for part in entry.parts)
+        its_own = [*parts] or [name]
         if isinstance(name, str) and entry.recipe is not None:
             if dialect.of(name) != dialect.of(entry.name):
                 raise InputError(
@@ -225,8 +245,33 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
                     f"names must give each tensor a name of its own, got {each!r} for {which}."
                 )
             taken[each] = entry.name
-        found.append(dataclasses.replace(entry, exported_as=name))
+        found.append(dataclasses.replace(entry, exported_as=name, parts=parts))
     return found
+
+
+def in_nominal_dtype(source: Source, entries: list[Entry]) -> list[Entry]:
+    """Return ``entries``, of which FP32 masters of FSDP2 that are not quantized are stored in the
+    dtype of the quantized weights, in which the model was trained: not buffers, and not what
+    transformers keeps in FP32.
+    """
+    nominal = next((each.dtype for each in entries if each.recipe is not None), None)
+    if nominal in (None, torch.float32) or not isinstance(source, torch.nn.Module):
+        return entries
+    lists = ["_keep_in_fp32_modules_strict"]
+    lists += ["_keep_in_fp32_modules"] if nominal == torch.float16 else []
+    kept = [f"*{like}*" for each in lists for like in getattr(source, each, None) or ()]
+    masters = {
+        name
+        for name, parameter in source.named_parameters(remove_duplicate=False)
+        if is_fsdp_sharded(parameter) and parameter.dtype == torch.float32
+        if not any(fnmatch.fnmatchcase(name, like) for like in kept)
+    }
+    return [
+        dataclasses.replace(each, dtype=nominal)
+        if each.recipe is None and each.name in masters
+        else each
+        for each in entries
+    ]
 
 
 def checkpoint_name(names: Names, name: str) -> str:

@@ -14,7 +14,7 @@ that are no linear layers, and in all dialects but that of gpt-oss experts that 
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -49,37 +49,60 @@ def has_place(dialect: Dialect, source: Source, name: str, tensor: torch.Tensor)
     return dialect.fuses_experts or not is_turned(source, name)
 
 
-def matrix_entries(dialect: Dialect, entry: Entry, casts_anew: bool) -> Iterator[Entry]:
+def projections(name: str, shape: Sequence[int]) -> list[str]:
+    """Return what a checkpoint with a weight for each projection calls those of the stack ``name``
+    [..., M, K], matrix by matrix.
+    """
+    *stack, rows, _ = shape
+    module, _, parameter = name.rpartition(".")
+    parts = ["gate_proj", "up_proj"] if parameter == GATE_UP and rows % 2 == 0 else [parameter]
+    return [
+        f"{module}.{'.'.join(map(str, place))}.{part}.weight".lstrip(".")
+        for place in itertools.product(*map(range, stack))
+        for part in parts
+    ]
+
+
+def matrix_entries(
+    dialect: Dialect, source: Source, entry: Entry, casts_anew: bool
+) -> Iterator[Entry]:
     """Yield ``entry``, or where it is a quantized stack and ``dialect`` does not fuse these those
-    of its projections, of which each is cast by itself where they are cast anew.
+    of its projections, of which each is cast by itself where they are cast anew. Experts that stay
+    as they are stay one entry, with the names of their projections.
 
     Raises:
         InputError: where the rows of two projections share a block of scales that were trained.
     """
-    if entry.recipe is None or entry.tensor.dim() < 3 or dialect.fuses_experts:
+    module, _, parameter = entry.name.rpartition(".")
+    if entry.recipe is None:
+        is_stack = entry.tensor.dim() == 3 and parameter != "weight"
+        if is_stack and module.rpartition(".")[2] == "experts":
+            is_fused = dialect.fuses_experts or is_turned(source, entry.name)
+            own = [] if is_fused else projections(entry.name, entry.shape)
+            entry = dataclasses.replace(entry, experts=module, parts=tuple(own))
         yield entry
         return
-    *stack, rows, _ = entry.shape
-    module, _, parameter = entry.name.rpartition(".")
-    parts = ["gate_proj", "up_proj"] if parameter == GATE_UP and rows % 2 == 0 else [parameter]
-    size, group = rows // len(parts), entry.amax_group
-    if group is None and len(parts) > 1:
-        group = entry.name
-    for number, place in enumerate(itertools.product(*map(range, stack))):
-        index = ".".join(map(str, place))
-        for i, part in enumerate(parts):
-            name = f"{module}.{index}.{part}.weight".lstrip(".")
-            matrix = _matrix(entry, number, Extent(i * size, (i + 1) * size))
-            if matrix.tp_shard is not None:
-                check_part(name, matrix.tp_shard, entry.recipe)
-            yield dataclasses.replace(
-                entry,
-                name=name,
-                tensor=_tensor(entry, matrix, casts_anew),
-                shard=None if entry.shard is None else _part(entry.shard, matrix.elements),
-                amax_group=None if group is None else f"{group}.{index}",
-                tp_shard=matrix.tp_shard,
-            )
+    if entry.tensor.dim() < 3 or dialect.fuses_experts:
+        yield entry if entry.tensor.dim() < 3 else dataclasses.replace(entry, experts=module)
+        return
+    names = projections(entry.name, entry.shape)
+    parts = len(names) // max(entry.shape[:-2].numel(), 1)
+    group = entry.amax_group or (entry.name if parts > 1 else None)
+    for i, name in enumerate(names):
+        number, part = divmod(i, parts)
+        size = entry.shape[-2] // parts
+        matrix = _matrix(entry, number, Extent(part * size, (part + 1) * size))
+        if matrix.tp_shard is not None:
+            check_part(name, matrix.tp_shard, entry.recipe)
+        yield dataclasses.replace(
+            entry,
+            name=name,
+            tensor=_tensor(entry, matrix, casts_anew),
+            shard=None if entry.shard is None else _part(entry.shard, matrix.elements),
+            amax_group=None if group is None else f"{group}.{number}",
+            tp_shard=matrix.tp_shard,
+            experts=module,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

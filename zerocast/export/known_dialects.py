@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.export.dialects import Dialect, Section, TensorScale
+from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section, TensorScale
 from zerocast.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -50,23 +50,30 @@ def _modelopt(algorithm: str, **arguments: Section) -> Section:
 
 
 def _deepseek(name: str, recipe: Recipe, section: Section | None = None, **fields: Any) -> Dialect:
+    """Return one whose section is that of FP8 in blocks and more. Readers leave output layers as
+    they are. vLLM looks for ``expert_dtype`` beside the section, and transformers inside.
+    """
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     return Dialect(
         name=f"deepseek/{name}",
         recipe=recipe,
         section={**blocks, "weight_block_size": [128, 128], **(section or {})},
         unquantized_key="modules_to_not_convert",
+        reads=(LINEAR, EXPERTS),
+        also_in_config={k: v for k, v in (section or {}).items() if k == "expert_dtype"},
         **{"scales": "weight_scale_inv", **fields},
     )
 
 
 _E8M0 = torch.float8_e8m0fnu
 _UE8M0 = {"scale_fmt": "ue8m0"}
+_FP8_EXPERTS, _FP4_EXPERTS = {"expert_dtype": "fp8"}, {"expert_dtype": "fp4"}
 _PER_TOKEN = _arguments(8, "token", dynamic=True)
 _NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
 _MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
 _QUOTIENT = QParams(scale_formula="quotient")
 _ONE_SCALE = Float8CurrentScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
+_ONE_SCALE_A_ROW = Float8RowwiseScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
 _ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_QUOTIENT)
 # The floors that the amax has in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
 _DEEPGEMM = QParams(scale_formula="quotient", amax_epsilon=1e-4)
@@ -77,7 +84,7 @@ _E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_
 _V4_MXFP4 = _deepseek(
     "v4-mxfp4",
     _MXFP4,
-    {**_UE8M0, "expert_dtype": "fp4"},
+    {**_UE8M0, **_FP4_EXPERTS},
     code_dtype=torch.int8,
     scales="scale",
     scale_dtype=_E8M0,
@@ -103,12 +110,15 @@ DIALECTS = {
             recipe=_ONE_SCALE,
             scale_shape=(1,),
             section=_compressed_tensors(
-                "float-quantized", weights=_arguments(8, "tensor"), input_activations=_PER_TOKEN
+                "float-quantized",
+                weights=_arguments(8, "tensor"),
+                # Of experts with one scale a tensor vLLM and SGLang take no other inputs.
+                input_activations=_arguments(8, "tensor", dynamic=True),
             ),
         ),
         Dialect(
             name="compressed-tensors/fp8-channel",
-            recipe=Float8RowwiseScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT),
+            recipe=_ONE_SCALE_A_ROW,
             section=_compressed_tensors(
                 "float-quantized", weights=_arguments(8, "channel"), input_activations=_PER_TOKEN
             ),
@@ -116,6 +126,7 @@ DIALECTS = {
         Dialect(
             name="compressed-tensors/fp8-block",
             recipe=_ANY_BLOCK_SCALE,
+            reads=(LINEAR, EXPERTS),  # vLLM cuts the scales of an output layer by its rows
             section=_compressed_tensors(
                 "float-quantized",
                 weights=_arguments(8, "block", block_structure=[128, 128]),
@@ -147,6 +158,18 @@ DIALECTS = {
             recipe=_ONE_SCALE,
             scale_shape=(),
             section=_modelopt("FP8", weights={"num_bits": 8}, input_activations={"num_bits": 8}),
+            input_scale="input_scale",
+        ),
+        Dialect(
+            name="modelopt/fp8-channel",
+            recipe=_ONE_SCALE_A_ROW,
+            scale_shape=(-1,),
+            section=_modelopt(
+                "FP8_PER_CHANNEL_PER_TOKEN",
+                weights={"num_bits": 8, "strategy": "channel"},
+                input_activations={"num_bits": 8, "strategy": "token", "dynamic": True},
+            ),
+            reads=(LINEAR, HEADS),  # vLLM expects one scale of each expert
         ),
         Dialect(
             name="modelopt/nvfp4",
@@ -163,7 +186,7 @@ DIALECTS = {
             section=_modelopt(
                 "MXFP8",
                 weights={"num_bits": 8, "group_size": 32},
-                input_activations={"num_bits": 8, "group_size": 32},
+                input_activations={"num_bits": 8, "group_size": 32, "dynamic": True},
             ),
         ),
         Dialect(
@@ -179,6 +202,7 @@ DIALECTS = {
                 "weight_block_size": [1, 32],
             },
             unquantized_key="ignored_layers",
+            reads=(LINEAR, EXPERTS),
         ),
         Dialect(
             name="gpt-oss/mxfp4",
@@ -190,18 +214,22 @@ DIALECTS = {
             scale_dtype=torch.uint8,
             section={"quant_method": "mxfp4"},
             unquantized_key="modules_to_not_convert",
+            reads=(EXPERTS,),
             fuses_experts=True,
         ),
         _deepseek("fp8", _ANY_BLOCK_SCALE),
         _deepseek("fp8-deepgemm", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_DEEPGEMM)),
         _deepseek("fp8-triton", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_TRITON)),
         _deepseek("fp8-ue8m0", Float8BlockScaling(), _UE8M0),
-        _deepseek("v4-fp8", Float8BlockScaling(), _UE8M0, scales="scale", scale_dtype=_E8M0),
+        # vLLM expects FP32 scales in a checkpoint of DeepSeek-V4 whose experts are FP8.
+        _deepseek(
+            "v4-fp8", Float8BlockScaling(), {**_UE8M0, "expert_dtype": "fp8"}, scales="scale"
+        ),
         _V4_MXFP4,
         _deepseek(
             "v4",
             Float8BlockScaling(),
-            {**_UE8M0, "expert_dtype": "fp4"},
+            {**_UE8M0, **_FP4_EXPERTS},
             scales="scale",
             scale_dtype=_E8M0,
             by_name=tuple((like, _V4_MXFP4) for like in ("experts.*", "*.experts.*")),

@@ -36,12 +36,14 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
     ours: list[str] = []
     state: dict[str, torch.Tensor] = {}
     for entry, own in parts:
-        numbers = torch.arange(len(ours), len(ours) + len(own), dtype=torch.float64, device="cpu")
-        if own[0].name != entry.name:
+        names = [each.name for each in own] if own[0].recipe else [*own[0].parts] or [entry.name]
+        first = len(ours)
+        numbers = torch.arange(first, first + len(names), dtype=torch.float64, device="cpu")
+        if names != [entry.name]:
             state[entry.name] = numbers.view(*entry.shape[:-2], -1, 1)
-        elif entry.tensor.dim() != 3:  # experts in high precision stay fused, under their own name
+        elif entry.tensor.dim() != 3:  # stacks that a checkpoint has fused keep their own name
             state[entry.name] = numbers.expand((_SIDE,) * entry.tensor.dim())
-        ours += [each.name for each in own]
+        ours += names
     try:
         theirs = loading.revert_weight_conversion(source, dict(state))
     except Exception as error:

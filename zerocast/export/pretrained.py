@@ -26,6 +26,7 @@ from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
 from zerocast.export.folder import add_tokenizer, check_folder
+from zerocast.export.input_scales import InputScales
 from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.report import ExportReport
 from zerocast.export.stages import NamedTensors
@@ -46,6 +47,8 @@ def save_pretrained(
     amax_groups: Groups = AUTO,
     dtype: torch.dtype | None = None,
     names: Names = None,
+    modules: Sequence[str] | None = None,
+    input_scales: InputScales = None,
     tokenizer: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: Group = None,
@@ -78,6 +81,7 @@ def save_pretrained(
         names: the names of parameters in the checkpoint, by those in the model: a mapping, where
             those that it lacks stay, or a function. None for those that transformers gives them, of
             a model of that package.
+        modules, input_scales: as of :class:`zerocast.export.Export`.
         tokenizer: a tokenizer or processor with a method ``save_pretrained``, or its directory, of
             which all files but hidden ones, weights and the model's configuration are copied.
         bucket_bytes: about how many bytes a file has.
@@ -102,6 +106,8 @@ def save_pretrained(
         amax_groups=amax_groups,
         dtype=dtype,
         names=names,
+        modules=modules,
+        input_scales=input_scales,
         bucket_bytes=bucket_bytes,
         group=group,
     )
@@ -109,6 +115,7 @@ def save_pretrained(
     with ExitStack() as opened:
         with raising_together(comm):
             _require_safetensors()
+            contents = export.config.contents()
             if comm.rank == 0:
                 drafts = opened.enter_context(drafts_in(Path(directory).absolute()))
                 if tokenizer is not None:
@@ -116,10 +123,7 @@ def save_pretrained(
                 generation = getattr(model, "generation_config", None)
                 if generation is not None:
                     generation.save_pretrained(drafts)
-                section = export.dialect.quantization_config(export.unquantized)
-                nominal = next(entry.dtype for entry in export.entries if entry.recipe is not None)
-                own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": section}
-                _write_json(_configuration(model) | own, drafts / "config.json")
+                _write_json(_configuration(model) | contents, drafts / "config.json")
                 check_folder(drafts)
         drafts = Path(comm.all_gather_object(str(drafts))[0])
         with raising_together(comm):
@@ -318,9 +322,7 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
     found = [
         dialect
         for dialect in DIALECTS.values()
-        if isinstance(given, dict)
-        and dialect.section
-        == {key: value for key, value in given.items() if key != dialect.unquantized_key}
+        if isinstance(given, dict) and dialect.has_section(given)
     ]
     named = [
         dialect

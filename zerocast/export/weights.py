@@ -19,14 +19,15 @@ from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.export.amax_groups import AmaxGroups
+from zerocast.export.configuration import Configuration, check_weights_are_read
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
     Names,
     Shard,
     Source,
-    checkpoint_name,
     gathered_dtype,
+    in_nominal_dtype,
     included_weights,
     not_rows,
     own_rows,
@@ -36,6 +37,7 @@ from zerocast.export.entries import (
     whole,
 )
 from zerocast.export.experts import has_place, matrix_entries
+from zerocast.export.input_scales import InputScales, with_input_scales
 from zerocast.export.known_dialects import as_dialect
 from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import EntryOwners, ShardPlan
@@ -81,9 +83,14 @@ class Export:
             :func:`zerocast.nn.convert`. Or patterns of names, as for :class:`zerocast.CastPlan`.
             Weights that were converted in groups are grouped without being named.
         dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, and what other
-            parameters are stored in. By default their own, under FSDP2 that of the latest gather.
+            parameters are stored in. By default their own; under FSDP2, where they are masters,
+            that of the latest gather, but what transformers keeps in FP32 stays so.
         names: the names of parameters in the checkpoint by those in the model: a mapping, where
             those that it lacks stay, or a function. By default transformers' for its models.
+        modules: of an optimizer or a plan, which know no modules, the names in the checkpoint of
+            those that it has unquantized; needed only for the section.
+        input_scales: for ``modelopt/fp8`` the static scale of the inputs of every quantized module,
+            by its name in the checkpoint, or a safetensors file with ``X.input_scale``.
         bucket_bytes: about how many bytes of codes a bucket has.
         group: the ranks that export together: those of ``optimizer`` by default, or all.
 
@@ -92,6 +99,7 @@ class Export:
         dialect: the checkpoint's.
         held_amaxes, held_codes: what a refit holds of the casts before, for :class:`ShardPlan`.
         entries: in the order of the model, a tied tensor once.
+        config: what ``config.json`` says of it: the section, and modules that it names.
 
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
@@ -109,6 +117,8 @@ class Export:
         amax_groups: Groups = AUTO,
         dtype: torch.dtype | None = None,
         names: Names = None,
+        modules: Sequence[str] | None = None,
+        input_scales: InputScales = None,
         bucket_bytes: int = BUCKET_BYTES,
         group: Group = None,
     ) -> None:
@@ -143,6 +153,8 @@ class Export:
             self._planned = planned_weights(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
+            if dtype is None:
+                found = in_nominal_dtype(model, found)
             anew = {
                 each.name
                 for each in found
@@ -151,7 +163,7 @@ class Export:
             groups = AmaxGroups(model, amax_groups, anew)
             found = groups.of_weights(found)
             parts = [
-                (entry, list(matrix_entries(self.dialect.of(entry.name), entry, from_masters)))
+                (entry, [*matrix_entries(self.dialect.of(entry.name), model, entry, from_masters)])
                 for entry in found
             ]
             self._names = package_names(model, parts) if names is None else names
@@ -159,14 +171,17 @@ class Export:
             entries = groups.of_entries(entries)
             of_weights = {entry.name: [each.name for each in own] for entry, own in parts}
             groups.check_fused(self.dialect, of_weights, entries)
-            self.entries = renamed(entries, self._names, self.dialect)
-            check_names(entry.stored for entry in self.entries)
+            entries = renamed(entries, self._names, self.dialect)
+            check_names(entry.stored for entry in entries)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
                     f"masters that FSDP2 gathers in codes, got one with none; call "
                     f"zerocast.nn.convert first, or name layers in include."
                 )
+            check_weights_are_read(self.dialect, entries, model)
+            self.entries = with_input_scales(self.dialect, entries, input_scales)
+            self.config = Configuration(model, self.entries, self.dialect, self._names, modules)
 
     # --- what is exported ---
 
@@ -239,20 +254,6 @@ class Export:
         extent = Extent(weight.numel() * rank // size, weight.numel() * (rank + 1) // size)
         values = weight.detach().reshape(-1)[extent.start : extent.end]
         return Shard(values if extent else None, extent, self.comm)
-
-    @property
-    def unquantized(self) -> list[str]:
-        """The names, in the checkpoint, of the ``torch.nn.Linear`` modules that stay as they are;
-        of an optimizer or a plan, which do not know modules, none.
-        """
-        if not isinstance(self._model, torch.nn.Module):
-            return []
-        quantized = {each.name.rpartition(".")[0] for each in self.entries if each.recipe}
-        return [
-            checkpoint_name(self._names, f"{name}.weight").removesuffix(".weight")
-            for name, module in self._model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name not in quantized
-        ]
 
     # --- its tensors ---
 
@@ -355,7 +356,7 @@ class Export:
         scales: dict[str, torch.Tensor] = {}
         for entry in bucket:
             if entry.recipe is None:
-                tensors[entry.stored] = whole(entry.tensor, entry.dtype)
+                tensors |= entry.named(whole(entry.tensor, entry.dtype))
                 continue
             storage, dialect = cast[entry.name], self.dialect.of(entry.name)
             check_tensor_scale(entry.name, dialect, storage)

@@ -10,6 +10,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
+from zerocast.export.configuration import module_of_experts
 from zerocast.export.entries import Entry
 from zerocast.tensors import QuantizedStorage
 
@@ -47,7 +48,7 @@ def _travels(dialect: Dialect, entry: Entry) -> Travels:
     shape, recipe, meta = entry.shape, entry.recipe, torch.device("meta")
     if recipe is None:
         stored = torch.empty(shape, dtype=entry.dtype, device=meta)
-        return Travels(entry.stored, {entry.stored: stored}, None)
+        return Travels(entry.stored, entry.named(stored), None)
     weight = QuantizedStorage.empty(shape, entry.dtype, recipe, meta, columnwise=False)
     parts = dialect.encode(weight)
     tensors = {entry.stored_name(part): tensor for part, tensor in parts.items()}
@@ -58,21 +59,28 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
     """Compare an export with the ``quantization_config`` of a server's ``config.json``.
 
     Raises:
-        InputError: where the format is another, or the server expects a linear layer quantized that
-            is not, or the other way round; with their names.
+        InputError: where the format is another, or the server builds a module quantized that is
+            not, or the other way round; with their names. Of an optimizer or a plan, too, whose
+            ``modules`` are not known.
     """
     dialect = export.dialect
+    unquantized, section = export.config.unquantized, export.config.section()
     wrong = [
         f"{key} is {config.get(key)!r} at the server and {value!r} here"
-        for key, value in dialect.section.items()
-        if key != "quantization_status" and not _includes(config.get(key), value)
+        for key, value in section.items()
+        if key not in ("quantization_status", dialect.unquantized_key)
+        if not _includes(config.get(key), value)
     ]
     ignored = config.get(dialect.unquantized_key) or ()
-    quantized = [
-        entry.stored.rpartition(".")[0] for entry in export.entries if entry.recipe is not None
-    ]
-    plain = [module for module in quantized if is_named(module, ignored)]
-    missing = [module for module in export.unquantized if not is_named(module, ignored)]
+    plain = []
+    for entry in export.entries:
+        module = entry.stored.rpartition(".")[0]
+        # The name of all experts of a module stands for each, unless each is matched.
+        experts = None if dialect.matches_layers else module_of_experts(entry.stored)
+        names = [module] if experts is None else [module, experts]
+        if entry.recipe is not None and any(is_named(name, ignored) for name in names):
+            plain.append(module)
+    missing = [module for module in unquantized if not is_named(module, ignored)]
     if plain:
         wrong.append(f"the server takes as not quantized {_listed(plain)}, which is here")
     if missing:
@@ -88,10 +96,15 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
 
 
 def _includes(given: Any, required: Any) -> bool:
-    """Whether a part of a configuration has all that is required, and perhaps more."""
+    """Whether a part of a configuration has all that is required, and perhaps more. A list is one
+    value, but for what layers are found by.
+    """
     if isinstance(required, Mapping):
         return isinstance(given, Mapping) and all(
-            _includes(given.get(key), value) for key, value in required.items()
+            set(given.get(key) or ()) >= set(value)
+            if key == "targets"
+            else _includes(given.get(key), value)
+            for key, value in required.items()
         )
     return bool(given == required)
 

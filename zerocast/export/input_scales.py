@@ -1,0 +1,89 @@
+"""Static scales of the inputs of layers, which a caller has measured: scalars beside the codes."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from zerocast.arguments import shown
+from zerocast.errors import InputError
+from zerocast.export.dialects import Dialect
+from zerocast.export.entries import Entry
+from zerocast.sharded.placement import to_local
+
+InputScales: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
+"""The scales by the names of modules in the checkpoint, or a file of safetensors that has them."""
+
+
+def with_input_scales(
+    dialect: Dialect, entries: Sequence[Entry], given: InputScales
+) -> list[Entry]:
+    """Return ``entries``, behind each quantized weight the scale of its layer's inputs where
+    ``dialect`` has such.
+
+    Raises:
+        InputError: where a layer has none, one is left over, or one is no positive finite number.
+    """
+    part = dialect.input_scale
+    if part is None and given is not None:
+        raise InputError(
+            f"input_scales are for dialects with static scales of inputs, and servers of "
+            f"{dialect.name} scale inputs as they come; leave input_scales out."
+        )
+    if part is None:
+        return list(entries)
+    if given is None:
+        raise InputError(
+            f"{dialect.name} has static scales of inputs, without which servers compute nonsense; "
+            f"give input_scales=, a mapping from names of modules to numbers or a safetensors file "
+            f"with X.{part}, or choose a dialect that needs none, such as modelopt/fp8-channel."
+        )
+    scales = dict(given) if isinstance(given, Mapping) else _read(given, part)
+    names = {entry.stored.rpartition(".")[0] for entry in entries if entry.recipe is not None}
+    stored = {entry.stored for entry in entries}
+    wrong = (names ^ scales.keys()) | {name for name in names if f"{name}.{part}" in stored}
+    if wrong:
+        raise InputError(
+            f"input_scales must have one of each quantized module, by its name in the checkpoint, "
+            f"and no other, got {len(scales)} of {len(names)}; wrong are "
+            f"{', '.join(sorted(map(str, wrong))[:8])}."
+        )
+    found: list[Entry] = []
+    for entry in entries:
+        found.append(entry)
+        if entry.recipe is not None:
+            module = entry.stored.rpartition(".")[0]
+            scale = _scale(module, scales[module]).to(to_local(entry.tensor).device)
+            name = f"{module}.{part}"
+            found.append(Entry(name, scale, torch.float32, exported_as=name))
+    return found
+
+
+def _scale(module: str, value: Any) -> torch.Tensor:
+    """Return a scale as it is stored, the nearest FP32 number."""
+    try:
+        scale = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        scale = torch.tensor(0.0)
+    if not 0 < scale.item() < math.inf:
+        raise InputError(
+            f"input_scales must be positive finite numbers, got {shown(value)} for {module}."
+        )
+    return scale
+
+
+def _read(path: Any, part: str) -> dict[str, Any]:
+    """Return the scales that a file has, and nothing else of it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
+            return {name.removesuffix(f".{part}"): file.get_tensor(name) for name in names}
+    except (OSError, TypeError, SafetensorError) as error:
+        raise InputError(
+            f"input_scales must be a mapping or a safetensors file, got {shown(path)}, which "
+            f"cannot be read: {error}"
+        ) from error
