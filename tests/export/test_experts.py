@@ -288,3 +288,31 @@ def test_masters_that_fsdp2_shards_are_cast_turned(comm):
         expected = zerocast.quantize(plain, recipe, columnwise=False).dequantize()
         loaded = load_pretrained(path)["transposed.down_proj"]
         assert_same_bytes(loaded.dequantize(), expected, f"from_masters={from_masters}")
+
+
+@pytest.mark.mpi(min_size=4)
+@on_gloo(4)
+def test_experts_that_are_not_converted_are_sent_by_projections(comm):
+    """Three on four ranks under FSDP2, whole, as pieces and as deltas: the BF16 values of each
+    projection, every element once.
+    """
+    own, plain = model(), model()
+    zerocast.nn.convert(own, "mxfp8", weights="master")
+    for part in own.children():
+        fully_shard(part)
+    options = {"dtype": torch.bfloat16, "from_masters": True, "group": comm}
+    refit, receiver = Refit(own, "modelopt/mxfp8", **options), Receiver()
+    for name, delta in refit.deltas():
+        receiver.apply_delta(name, delta)
+    sent, pieces = dict(refit.named_tensors()), list(refit.shards())
+    for name in sorted(NAMES):  # in one order on all ranks
+        matrix, rows = projection(plain, name)
+        value = matrix.detach()[rows.start : rows.end].bfloat16()
+        assert_same_bytes(sent[name], value, name)
+        assert_same_bytes(receiver.tensors[name], value, f"{name}, received")
+        (piece,) = (each for each in pieces if each.name == name)
+        its_own = value.reshape(-1)[piece.start : piece.start + len(piece.values)]
+        assert_same_bytes(piece.values, its_own, f"{name}, a piece")
+        sizes = comm.all_gather_object(len(piece.values))
+        assert (sum(sizes), piece.shape) == (value.numel(), value.shape)
+    assert sent.keys() == {each.name for each in pieces}
