@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.claims import message_of
 from tests.support.ranks import on_ranks
@@ -17,7 +19,7 @@ from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.files import DigestingWriter
 from zerocast.checkpoint.manifest import read_manifest
 from zerocast.checkpoint.runs import alone_in
-from zerocast.checkpoint.storage import Writer
+from zerocast.checkpoint.storage import Reader, Writer
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim import ZeroOptimizer
@@ -155,6 +157,23 @@ def test_a_part_of_what_was_saved_together_is_another_run(tmp_path: Path) -> Non
             save(tmp_path, given)
     save(tmp_path, pair[::-1])
     assert load(tmp_path, [job(0.0, name="b"), job(0.0, name="a")]).steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*single process")
+def test_a_writer_given_to_dcp_replaces_its_own_saves(tmp_path: Path) -> None:
+    """Several by one writer; another writer's only with ``replace``."""
+    path, found = tmp_path / "c", {"a": torch.empty(4)}
+    writer = Writer(path)
+    for value in (1.0, 2.0):
+        dcp.save({"a": torch.full((4,), value)}, storage_writer=writer)
+    with pytest.raises(CheckpointException, match="has neither made nor loaded it"):
+        dcp.save({"a": torch.zeros(4)}, storage_writer=Writer(path))
+    dcp.load(found, storage_reader=Reader(path))
+    assert torch.equal(found["a"], torch.full((4,), 2.0))
+    dcp.save({"a": torch.zeros(4)}, storage_writer=Writer(path, replace=True))
+    dcp.load(found, storage_reader=Reader(path))
+    assert torch.equal(found["a"], torch.zeros(4))
+    assert len(os.listdir(path)) == 2
 
 
 # --- two at once ---
