@@ -7,6 +7,7 @@ are checked by ``zerocast.recipes.as_recipe``, groups by ``zerocast.comm.as_comm
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias, TypeVar
@@ -71,6 +72,14 @@ def check_text(name: str, value: object) -> str:
             f"no character."
         ) from error
     return value
+
+
+def check_names(name: str, values: Sequence[str]) -> None:
+    """Check that no two of these texts, by which weights are saved and sent, are the same."""
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        remedy = "put what tells them apart before it, such as the name of its model"
+        raise InputError(f"{name} must give each weight another name, got {twice}; {remedy}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:

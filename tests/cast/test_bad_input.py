@@ -449,6 +449,13 @@ def test_names_are_texts() -> None:
         zerocast.CastPlan(**kwargs, names=["a", 3])  # type: ignore[list-item]
 
 
+def test_no_two_weights_have_one_name() -> None:
+    """An export or a refit of the plan would have one of them only."""
+    kwargs = arguments(zerocast.comm.SingleRank())
+    with pytest.raises(InputError, match=r"names must give each weight another name, got \['a'\]"):
+        zerocast.CastPlan(**kwargs, names=["a", "a"])
+
+
 @on_ranks("in_process", 2)
 def test_an_empty_master_needs_no_offset(comm: Communicator) -> None:
     """A rank that owns nothing may give a master without elements, and no offset."""

@@ -83,14 +83,19 @@ def part(path: Path, rank: int = 1) -> Path:
     return next(path.glob(f"*-rank{rank:05}.safetensors"))
 
 
+def optimizer_of(given: Any) -> Any:
+    """What the manifest says of the only optimizer."""
+    return given["content"]["training"]["optimizers"][0]
+
+
 def content(**changes: Any) -> Callable[[Any], None]:
-    """An edit of what the training said of itself."""
-    return lambda given: given["content"]["training"].update(changes)
+    """An edit of what the optimizer said of itself."""
+    return lambda given: optimizer_of(given).update(changes)
 
 
 def weight(what: str, value: Any) -> Callable[[Any], None]:
     """An edit of what was said of the first weight."""
-    return lambda given: given["content"]["training"]["weights"][0].update({what: value})
+    return lambda given: optimizer_of(given)["weights"][0].update({what: value})
 
 
 def pieces(given: Any) -> Any:
@@ -116,8 +121,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "foreign": (lambda p: (p / MANIFEST).write_text('{"a": 1}'), "not a checkpoint of zerocast"),
     "a list": (lambda p: (p / MANIFEST).write_text("[1]"), "not a checkpoint of zerocast"),
     "newer": (
-        lambda p: change(p, lambda given: given.update(zerocast_checkpoint=2)),
-        "checkpoint of format 2, and this version of zerocast reads format 1",
+        lambda p: change(p, lambda given: given.update(zerocast_checkpoint=3)),
+        "checkpoint of format 3, and this version of zerocast reads format 2",
     ),
     "newer training": (lambda p: change(p, content(format=2)), "must be of format 1, got 2"),
     "numerics": (lambda p: change(p, content(numerics=9)), "version of the numerics: .* with 9"),
@@ -180,14 +185,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "holds tensors and no training .KeyError",
     ),
     "no weights": (
-        lambda p: change(p, lambda g: g["content"]["training"].pop("weights")),
+        lambda p: change(p, lambda given: optimizer_of(given).pop("weights")),
         "damaged, or holds tensors and no training .KeyError: 'weights'",
     ),
     "no options": (lambda p: change(p, content(options=[])), "damaged, .*IndexError"),
     "steps": (lambda p: change(p, content(steps=-1)), "must be a number of steps, .* got -1"),
     "averages": (lambda p: change(p, content(averages=[0.5])), r"must have the averages .*0.5"),
     "mode": (lambda p: change(p, content(mode="x")), "must be 'train' or 'eval', got 'x'"),
-    "of_rank": (lambda p: change(p, content(of_rank=[{}])), "damaged, .*IndexError"),
+    "of_rank": (
+        lambda p: change(p, lambda given: given["content"]["training"].update(of_rank=[{}])),
+        "damaged, .*IndexError",
+    ),
+    "another identity": (
+        lambda p: change(p, content(identity="0" * 16)),
+        "damaged, .*its run is another",
+    ),
     "state that is missing": (
         lambda p: change(p, lambda g: g["content"]["training"]["state"]["layer.0"].pop("exp_avg")),
         "the state of layer.0 must have .* has no exp_avg",
@@ -380,10 +392,12 @@ def test_leftovers_of_killed_saves_are_removed(checkpoint: Path, tmp_path: Path)
     """By the next save; a manifest names its own files only."""
     path = tmp_path / "c"
     shutil.copytree(checkpoint / "c", path)
-    leftover = path / f"{'0' * 16}-rank00004.safetensors"
-    leftover.write_bytes(b"half of a file")
+    run = read_manifest(path).run
+    leftovers = f"{run}-{'0' * 16}-rank00004.safetensors", f"{run}-{'0' * 16}.draft"
+    for leftover in leftovers:
+        (path / leftover).write_bytes(b"half of a file")
     training = Training(None, RECIPES["delayed"])
     assert load(path, training.optimizer).steps == 2
     save(path, training.optimizer)
     names = {each.name for each in path.iterdir()}
-    assert names == {MANIFEST, f"{read_manifest(path).saved}-rank00000.safetensors"}
+    assert names == {MANIFEST, f"{run}-{read_manifest(path).saved}-rank00000.safetensors"}

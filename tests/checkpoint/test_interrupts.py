@@ -14,6 +14,7 @@ from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, loading, one_file, save, saving
 from zerocast.checkpoint.files import DigestingWriter
+from zerocast.checkpoint.manifest import read_manifest
 from zerocast.comm import Communicator
 from zerocast.errors import PeerFailedError
 
@@ -103,9 +104,11 @@ def test_amid_a_load(
 
 
 def test_the_draft_of_a_killed_save_is_removed(tmp_path: Path) -> None:
-    """Of one file, by the next save."""
+    """Of one file, by the next save of the run."""
     training = Training(None, RECIPES["delayed"])
-    (tmp_path / ".c.safetensors.draft").write_bytes(b"half of a file" * 1000)
+    save(tmp_path / "c.safetensors", training.optimizer)
+    run = read_manifest(tmp_path / "c.safetensors").run
+    (tmp_path / f".{run}-{'0' * 16}.draft").write_bytes(b"half of a file" * 1000)
     save(tmp_path / "c.safetensors", training.optimizer)
     assert [each.name for each in tmp_path.iterdir()] == ["c.safetensors"]
     assert load(tmp_path / "c.safetensors", training.optimizer).steps == 0

@@ -138,17 +138,17 @@ def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
 ) -> None:
     """On every rank, though its disk has no room even to say so; and once only."""
     write = DigestingWriter.__init__
-    note = writing.replace_file
+    note = writing._put_note
 
     def full(self: Any, path: Path) -> None:
         if "rank00001" in path.name:
             raise OSError(28, "no space")
         write(self, path)
 
-    def no_note(path: Path, text: bytes) -> None:
+    def no_note(path: Path, said: dict[str, Any]) -> None:
         if "rank00001" in path.name:
             raise OSError(28, "no space")
-        note(path, text)
+        note(path, said)
 
     def body(comm: Communicator) -> None:
         training = make(comm, "nvfp4", "adamw")
@@ -157,7 +157,7 @@ def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
         comm.barrier()
         if comm.rank == 0:
             monkeypatch.setattr(DigestingWriter, "__init__", full)
-            monkeypatch.setattr(writing, "replace_file", no_note)
+            monkeypatch.setattr(writing, "_put_note", no_note)
         comm.barrier()
         saving = save(tmp_path / "c", training.optimizer, asynchronous=True)
         assert saving is not None

@@ -345,3 +345,22 @@ def test_a_parameter_that_is_unfrozen_later_is_not_left_out_silently(comm: Commu
         model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(InputError, match=r"0.weight has a gradient, and did not require one"):
         optimizer.step()
+
+
+@on_ranks("in_process", 2)
+def test_two_models_need_names_of_their_own(comm: Communicator) -> None:
+    """Under one name a checkpoint would load one weight's masters into both, and an export have one
+    of them: refused on every rank, in one group or two, before a weight is touched.
+    """
+    models = [torch.nn.Linear(16, 16, bias=False) for _ in range(2)]
+    for model in models:
+        zerocast.nn.convert(model, NVFP4, weights="quantized")
+    pairs = [list(model.named_parameters()) for model in models]
+    groups: list[dict[str, Any]] = [{"params": each} for each in pairs]
+    memory = [model.weight.rowwise_data.data_ptr() for model in models]
+    for given in ([*pairs[0], *pairs[1]], groups):
+        message = message_of(InputError, lambda each=given: ZeroOptimizer(each, group=comm))
+        assert "params must give each weight another name, got ['weight']" in message
+    assert memory == [m.weight.rowwise_data.data_ptr() for m in models]
+    models[1].weight.requires_grad_(False)  # is left out, and so is its name
+    ZeroOptimizer([*pairs[0], *pairs[1]], group=comm)

@@ -26,13 +26,15 @@ from tests.sharded.sharded import (
     load,
     reshard,
     save_plain,
+    shard,
 )
 from tests.support.claims import assert_same_tensors, message_of
-from tests.support.models import Bank
+from tests.support.models import Bank, SideBySide
 from tests.support.ranks import on_gloo, run_ranks
 from tests.support.recipes import RECIPES, REMEMBERING, each
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import through_a_file
+from zerocast.comm import Communicator
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.sharded.placement import to_local
 
@@ -316,3 +318,28 @@ def test_the_state_of_another_recipe_is_refused():
         for name in ("layers.0.weight", "layers.0.weight_state"):
             assert_same_bytes(model.state_dict()[name], held[name], name)
     assert not saved_state(model)["amax_history"].any()
+
+
+def test_parts_that_were_converted_one_by_one_have_the_bytes_of_their_names() -> None:
+    """Though two masters have one name; cast ahead of the gathers, all in one plan, or one by one,
+    under a recipe that draws by names.
+    """
+
+    def body(comm: Communicator) -> None:
+        found = []
+        for ahead in (True, False):
+            torch.manual_seed(0)
+            layers = (torch.nn.Sequential(torch.nn.Linear(96, m, bias=False)) for m in (48, 37))
+            model = SideBySide(torch.nn.ModuleList(layers))
+            for layer in model.layers:
+                zerocast.nn.convert(layer, DRAWN, weights="master")
+            optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.05, foreach=True)
+            model(batch(comm)).backward()
+            feed(model.parameters(), 0)
+            optimizer.step()
+            if ahead:
+                zerocast.sharded.precompute_scales_for_fsdp(model)
+            found.append(whole_state(model))
+        assert_same_tensors(*found, "ahead, and one by one")
+
+    run_ranks("forked", 2, body)

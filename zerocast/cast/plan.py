@@ -66,7 +66,7 @@ class CastPlan:
         group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a
             torch.distributed ProcessGroup, or None for the default group. A list or tuple of these
             gives each weight its own (experts).
-        names: what error messages call the weights.
+        names: what error messages, exports and refits call the weights, each by another.
         fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
             this rank's shard instead of the weight: ceil(end / 2) - floor(start / 2) bytes for
             4-bit codes, one an element for 8-bit. A pair of buffers, rowwise and columnwise, for a

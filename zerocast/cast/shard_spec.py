@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zerocast.arguments import check_text, why_unusable
+from zerocast.arguments import check_names, check_text, why_unusable
 from zerocast.cast.amax_groups import Patterns, amax_group_labels, by_first_names
 from zerocast.cast.master_checks import check_list, extent_of
 from zerocast.comm import Communicator
@@ -109,6 +109,7 @@ def check_specs(
         check_list("names", names, model_weights)
         for i, name in enumerate(names):
             check_text(f"names[{i}]", name)
+        check_names("names", names)
     grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0
     if grouped and names is None:
         raise InputError(

@@ -11,6 +11,7 @@ leaves the checkpoint before it whole, and what is damaged is refused. ``Writer`
 :mod:`zerocast.checkpoint.storage` are that storage.
 
     saving, loading     save and load
+    runs                whose a checkpoint is, and what a save may replace
     training            what is saved of a training, by names; zero, masters: who has it;
                         model_part: what else a model holds
     pending             saves that go on beside the training

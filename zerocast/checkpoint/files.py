@@ -107,11 +107,14 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 class DigestingWriter:
-    """Writes a new file from its beginning to its end, and takes the digests of its blocks."""
+    """Writes a new file from its beginning to its end, and takes the digests of its blocks.
+
+    Nothing is left of it where its context fails.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("xb")
-        self._name = path.name
+        self._file: IO[bytes] = path.open("xb")  # new: a symbolic link is not followed
+        self._path = path
         self._digests: list[str] = []
         self._block, self._filled = hashlib.sha256(), 0
         self._size = self._begin = 0
@@ -119,7 +122,9 @@ class DigestingWriter:
     def __enter__(self) -> DigestingWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            remove_files([self._path])
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> None:
@@ -159,7 +164,7 @@ class DigestingWriter:
             self._end_block()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileInfo(self._name, self._size, self._begin, self._digests)
+        return FileInfo(self._path.name, self._size, self._begin, self._digests)
 
     def _end_block(self) -> None:
         self._digests.append(self._block.hexdigest()[:16])
@@ -238,16 +243,11 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def replace_file(path: Path, text: bytes) -> None:
-    """Let the file at ``path`` hold ``text``, or, killed at any moment, what it held before."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
+def write_file(path: Path, text: bytes) -> None:
+    """Write a new file, and bring it to the disk; nothing is left of it where that fails."""
+    with DigestingWriter(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(path.parent)  # the files that it names are there before it is
-    draft.replace(path)
-    sync_directory(path.parent)
+        file.finish()
 
 
 def remove_files(paths: Iterable[Path]) -> None:

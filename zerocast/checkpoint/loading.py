@@ -1,7 +1,7 @@
 """load: continues a training from a checkpoint, on any number of ranks."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,8 @@ import torch
 from zerocast.checkpoint.manifest import DAMAGED, read_manifest
 from zerocast.checkpoint.model_part import ModelPart
 from zerocast.checkpoint.pending import wait_for
-from zerocast.checkpoint.sources import ranks_of, training_of
+from zerocast.checkpoint.runs import identity_of, run_of
+from zerocast.checkpoint.sources import listed, ranks_of, trainings_of
 from zerocast.checkpoint.training import Saved, check
 from zerocast.checkpoint.values import decode
 from zerocast.comm import Attempt, Communicator, Group, announcing
@@ -28,7 +29,7 @@ class Loaded:
         extra: the ``extra`` that was given to ``save``.
         of_rank: what this rank gave; None where another number of ranks saved, whose parts of the
             data and random numbers are not this rank's.
-        steps: that were made, of a ZeroOptimizer.
+        steps: that were made, of a ZeroOptimizer; of several, the most.
         ranks: the number of ranks that saved.
     """
 
@@ -40,7 +41,7 @@ class Loaded:
 
 def load(
     path: str | os.PathLike[str],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     model: torch.nn.Module | None = None,
     *,
     group: Group = None,
@@ -50,10 +51,12 @@ def load(
     Any number of ranks loads what any number has saved, a ZeroOptimizer what masters under FSDP2
     have saved, and the other way round. Each rank reads what it needs, and compares digests of all
     that it reads; nothing is unpickled. It takes memory for two to three of its shares, on the CPU.
+    The training becomes that which was saved, so it may save there.
 
     Args:
         path: the directory or file.
-        optimizer: made as that which was saved, of the same weights under the same recipes.
+        optimizer: made as that which was saved, of the same weights under the same recipes; a list
+            of as many as were saved, in any order.
         model: as for ``save``.
         group: the ranks of a torch optimizer; all by default.
 
@@ -66,31 +69,42 @@ def load(
         NonFiniteError: on every rank, where a master is not finite. Nothing has been changed.
         RankMismatchError: on every rank, where ranks see different checkpoints.
     """
-    comm = ranks_of(optimizer, group)
+    optimizers = listed(optimizer)
+    comm = ranks_of(optimizers, group)
     with announcing([comm]):
-        return _load(path, optimizer, model, group, comm)
+        return _load(path, optimizers, model, group, comm)
 
 
 def _load(
     path: str | os.PathLike[str],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     model: torch.nn.Module | None,
     group: Group,
     comm: Communicator,
 ) -> Loaded:
     """See :func:`load`; ``comm`` are the ranks."""
-    wait_for(optimizer)
+    wait_for(optimizers)
     attempt, digest = Attempt(), ""
     with attempt:
         manifest = read_manifest(Path(path))
         digest = manifest.digest
-        training = training_of(optimizer, model, group, comm)
-        part = ModelPart(model, training.parameters, comm)
+        trainings = trainings_of(optimizers, model, group, comm)
+        part = ModelPart(model, [each.parameters for each in trainings], comm)
         saved = Saved(manifest.training, manifest.tensors)
         is_own = manifest.ranks == comm.size
         with _reading(path):
-            check(training.described, saved)
-            training.ask(saved)
+            said = saved.said["optimizers"]
+            if len(said) != len(trainings):
+                raise InputError(
+                    f"as many optimizers must be loaded together as were saved, {len(said)}, got "
+                    f"{len(trainings)}; give a list of all of them."
+                )
+            numbers = [each["identity"] for each in said]
+            if manifest.run != run_of(numbers):
+                raise ValueError("its run is another")
+            for i, training in enumerate(trainings):
+                check(training.described, saved.of(i))
+                training.ask(saved.of(i))
             part.ask(saved, manifest.ranks)
             saved.want_values(f"value.of_rank.{comm.rank}." if is_own else None)
     required = f"every rank must see the same checkpoint at {path}"
@@ -102,11 +116,17 @@ def _load(
             fill(Reader(path, manifest), saved.shares)
             tensors = {name: share.only for name, share in saved.shares.items()}
             of_rank = decode(saved.said["of_rank"][comm.rank], tensors) if is_own else None
-            loaded = Loaded(saved.value("extra"), of_rank, saved.said["steps"], manifest.ranks)
-            training.prepare(saved)
+            steps = max(each["steps"] for each in said)
+            loaded = Loaded(saved.value("extra"), of_rank, steps, manifest.ranks)
+            for i, training in enumerate(trainings):
+                training.prepare(saved.of(i))
             part.check(saved)
+        place = Path(os.path.realpath(path))
     raise_together(comm, attempt.error)
-    training.restore()
+    for training, number in zip(trainings, numbers, strict=True):
+        training.restore()
+        identity_of(training.optimizer).number = number
+    identity_of(trainings[0].optimizer).seen[place].add(manifest.saved)
     part.restore(saved)
     return loaded
 

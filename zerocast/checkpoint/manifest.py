@@ -8,6 +8,7 @@ checkpoint in one file has its manifest in the metadata of that file, which is r
     zerocast_checkpoint   the version of this format
     digest                SHA-256 of the content, in JSON without spaces and with sorted keys
     content               saved       the id of the save
+                          run         who saved it (:mod:`zerocast.checkpoint.runs`)
                           ranks       how many saved it
                           versions    zerocast, its numerics, torch
                           files       name, bytes, digest of each block
@@ -21,6 +22,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +30,17 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Box, are_whole
-from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, read_header
+from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, read_header, remove_files
 from zerocast.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 KEY = "zerocast_checkpoint"
 """The key of the manifest in the metadata of a file."""
 
-OWN_FILES = re.compile(r"[0-9a-f]{16}-rank\d{5,}(\.safetensors|\.json)|\.[0-9a-f]{16}.*\.draft")
-"""The names that saves give to their files, by which those of a killed save are found."""
+OWN_FILES = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}(-rank\d{5,})?\.(safetensors|json|draft)")
+"""The names that saves give to their files: run, save and rank."""
 
 DAMAGED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
 """The errors that reading damaged JSON raises."""
@@ -70,6 +72,7 @@ class Manifest:
 
     Attributes:
         saved: the id of the save.
+        run: who saved it.
         ranks: the number of ranks that saved it.
         versions: the versions of zerocast, its numerics and torch.
         tensors: the tensors by name.
@@ -78,11 +81,17 @@ class Manifest:
     """
 
     saved: str
+    run: str
     ranks: int
     versions: dict[str, Any]
     tensors: dict[str, SavedTensor]
     training: dict[str, Any]
     digest: str = ""
+
+    @property
+    def files(self) -> dict[str, FileInfo]:
+        """The files that it names, by name."""
+        return {c.file.name: c.file for tensor in self.tensors.values() for c in tensor.chunks}
 
     def to_text(self) -> str:
         """Return it as JSON."""
@@ -102,8 +111,8 @@ class Manifest:
             for name, tensor in self.tensors.items()
         }
         content = {
-            "saved": self.saved, "ranks": self.ranks, "versions": self.versions, "files": files,
-            "tensors": tensors, "training": self.training,
+            "saved": self.saved, "run": self.run, "ranks": self.ranks, "versions": self.versions,
+            "files": files, "tensors": tensors, "training": self.training,
         }  # fmt: skip
         return json.dumps({KEY: FORMAT, "digest": _digest(content), "content": content})
 
@@ -148,11 +157,14 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
 
 
-def needless_files(directory: Path, manifest: Manifest) -> list[Path]:
-    """Return the files of earlier saves, whole or killed, that ``manifest`` does not name."""
-    named = {c.file.name for tensor in manifest.tensors.values() for c in tensor.chunks}
-    found = [each for each in directory.iterdir() if OWN_FILES.fullmatch(each.name)]
-    return [each for each in found if each.name not in named]
+def remove_saved(directory: Path, text: str, manifest: Manifest | None = None) -> None:
+    """Remove the files of saves that have ``text`` in their names, but those that ``manifest``
+    names; what cannot be removed stays.
+    """
+    named = manifest.files if manifest else {}
+    with suppress(OSError):
+        found = [each for each in directory.iterdir() if OWN_FILES.fullmatch(each.name)]
+        remove_files(each for each in found if text in each.name and each.name not in named)
 
 
 def check_place(path: Path) -> None:
@@ -160,7 +172,7 @@ def check_place(path: Path) -> None:
     if path.is_dir():
         foreign = [
             each.name for each in path.iterdir()
-            if each.name not in (NAME, f".{NAME}.draft") and not OWN_FILES.fullmatch(each.name)
+            if each.name != NAME and not OWN_FILES.fullmatch(each.name)
         ]  # fmt: skip
         if foreign:
             raise InputError(
@@ -198,7 +210,8 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
             raise ValueError(f"the pieces of {name} are not each of its elements once")
         tensors[name] = SavedTensor(dtype, shape, chunks)
     ranks, training = _counts([content["ranks"]])[0], dict(content["training"])
-    return Manifest(content["saved"], ranks, content["versions"], tensors, training, digest)
+    saved, run = str(content["saved"]), str(content["run"])
+    return Manifest(saved, run, ranks, content["versions"], tensors, training, digest)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

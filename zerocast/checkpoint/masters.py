@@ -90,12 +90,9 @@ class MasterTraining:
         found = {name: gather_of(param) for name, param in self._params.items()}
         return {name: gather for name, gather in found.items() if gather is not None}
 
-    def contents(self) -> Contents:
-        due = self._due()
-        contents = Contents(
-            {**self.described, "steps": 0, "mode": "train", "averages": [], "due": due, "state": {}}
-        )
-        contents.put_groups(self.optimizer.param_groups)
+    def put(self, contents: Contents) -> None:
+        said = {**self.described, "steps": 0, "mode": "train", "averages": [], "due": self._due()}
+        contents.put_optimizer(said, self.optimizer.param_groups)
         for name, param in self._params.items():
             contents.shares[f"master.{name}"] = Share.of(as_plain(param))
             for key, value in self.optimizer.state.get(param, {}).items():
@@ -106,7 +103,6 @@ class MasterTraining:
         for name, gather in self._gathers.items():
             for key, value in gather.state.items():
                 contents.shares[f"recipe.{name}.{key}"] = Share.of(value)
-        return contents
 
     def _due(self) -> list[str]:
         """Return the weights that any rank has written since their latest cast. Collective."""

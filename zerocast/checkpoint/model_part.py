@@ -9,7 +9,7 @@ for each rank, under the name and ``@RANK``, and loaded on as many ranks only.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.files import bytes_of
 from zerocast.checkpoint.training import Contents, Saved
-from zerocast.comm import Communicator
+from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError
 from zerocast.nn.saved_state import WEIGHT_STATE
 from zerocast.nn.stateful_module import StatefulModule
@@ -33,24 +33,27 @@ class ModelPart:
 
     Args:
         model: the model; None has none of these.
-        trained: the parameters that the optimizer steps.
+        trained: the parameters that each optimizer steps, by name.
         comm: the ranks.
     """
 
     def __init__(
-        self, model: torch.nn.Module | None, trained: Mapping[str, torch.Tensor], comm: Communicator
+        self,
+        model: torch.nn.Module | None,
+        trained: Sequence[Mapping[str, torch.Tensor]],
+        comm: Communicator,
     ) -> None:
         self.model, self.comm = model, comm
-        self._trained = {id(param) for param in trained.values()}
+        self._trained = {id(param) for each in trained for param in each.values()}
 
     def put(self, contents: Contents) -> None:
         """Add them. Collective."""
-        tensors = self._tensors()
-        for module, name in self._stateful():
-            if isinstance(state := module.get_extra_state(), torch.Tensor):
-                tensors[f"model.{name}{_EXTRA}"] = to_local(state)
-        plain = {name: t for name, t in tensors.items() if not is_sharded(t)}
-        digests = {name: digest_of(tensor) for name, tensor in plain.items()}
+        with raising_together(self.comm):
+            tensors = self._tensors()
+            for module, name in self._stateful():
+                if isinstance(state := module.get_extra_state(), torch.Tensor):
+                    tensors[f"model.{name}{_EXTRA}"] = to_local(state)
+            digests = {name: digest_of(t) for name, t in tensors.items() if not is_sharded(t)}
         everyone = self.comm.all_gather_object(digests)
         differing = sorted(
             {name for theirs in everyone for name in theirs.keys() | digests.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from zerocast.checkpoint.writing import Planned, versions
 from zerocast.comm import Attempt, Communicator, raise_together, raising_together
 
 
-def write_one_file(path: Path, planned: Planned, comm: Communicator, device: torch.device) -> None:
+def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -> None:
     """Write the checkpoint on rank 0, to which every tensor travels in turn. Collective.
 
     Args:
@@ -40,7 +39,8 @@ def write_one_file(path: Path, planned: Planned, comm: Communicator, device: tor
     entries = [
         Entry(name, described[name].properties.dtype, tuple(described[name].size)) for name in items
     ]
-    draft = path.with_name(f".{path.name}.draft")
+    claim, path = planned.claim, planned.claim.path
+    draft = path.with_name(f".{claim.prefix}.draft")
     sizes = [entry.num_bytes for entry in entries]
 
     def beginning(digests: list[str]) -> bytes:
@@ -54,7 +54,9 @@ def write_one_file(path: Path, planned: Planned, comm: Communicator, device: tor
                 chunk = Chunk(_whole(entry), info, at)
                 tensors[entry.key] = SavedTensor(entry.dtype, entry.shape, [chunk])
                 at += entry.num_bytes
-            manifest = Manifest(planned.saved, comm.size, versions(), tensors, planned.said)
+            manifest = Manifest(
+                claim.saved, claim.run, comm.size, versions(), tensors, planned.said
+            )
             head, _ = header_of(entries, {KEY: manifest.to_text()})
             end = len(head)
         return head
@@ -65,21 +67,23 @@ def write_one_file(path: Path, planned: Planned, comm: Communicator, device: tor
         with raising_together(comm):
             if comm.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                remove_files([draft])  # of a save that was killed
-                opened.callback(remove_files, [draft])
+                claim.take()
+                remove_files(path.parent.glob(f".{claim.run}-*.draft"))  # of killed saves
                 file = opened.enter_context(DigestingWriter(draft))
                 file.skip(len(beginning(["0" * 16] * count)))
         for entry in entries:
-            whole = _gather(entry, items[entry.key], planned, comm, device)
+            values = _gather(entry, items[entry.key], planned, comm, device, attempt)
             with attempt:
-                if file is not None and attempt.error is None:
-                    file.write_tensor(whole)
+                if file is not None:
+                    file.write_tensor(_joined(entry, items[entry.key], values))
+            del values
         with attempt:
             if file is not None and attempt.error is None:
                 file.write_beginning(beginning(file.finish().digests))
+                claim.check([draft])
                 draft.replace(path)
                 sync_directory(path.parent)
-    raise_together(comm, attempt.error)
+        raise_together(comm, attempt.error)
 
 
 def _gather(
@@ -88,27 +92,36 @@ def _gather(
     planned: Planned,
     comm: Communicator,
     device: torch.device,
+    attempt: Attempt,
 ) -> torch.Tensor:
-    """Return a tensor whole on rank 0, on the CPU. Collective."""
+    """Return the elements of all pieces, rank by rank. Collective; raises what ``attempt`` kept of
+    the tensors before, and where a rank has no memory.
+    """
     counts = [0] * comm.size
     for rank, item in items:
         assert item.tensor_data is not None
         counts[rank] += item.tensor_data.chunk.sizes.numel()
-    values = torch.empty(sum(counts), dtype=entry.dtype, device=device)
-    start = sum(counts[: comm.rank])
-    for rank, item in items:
-        if rank == comm.rank:
-            piece = planned.planner.lookup_object(item.index).reshape(-1)
-            values[start : start + piece.numel()].copy_(piece)
-            start += piece.numel()
+    with attempt:
+        values = torch.empty(sum(counts), dtype=entry.dtype, device=device)
+        start = sum(counts[: comm.rank])
+        for rank, item in items:
+            if rank == comm.rank:
+                piece = planned.planner.lookup_object(item.index).reshape(-1)
+                values[start : start + piece.numel()].copy_(piece)
+                start += piece.numel()
+    raise_together(comm, attempt.error)
     comm.all_gather_(values, counts)
+    return values
+
+
+def _joined(entry: Entry, items: list[tuple[int, WriteItem]], values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole, on the CPU, of what :func:`_gather` returned."""
     whole, start = torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
-    if comm.rank == 0:
-        for _, item in sorted(items, key=lambda placed: placed[0]):
-            assert item.tensor_data is not None
-            target = part_of(whole, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
-            target.copy_(values[start : start + target.numel()].view(target.shape))
-            start += target.numel()
+    for _, item in sorted(items, key=lambda placed: placed[0]):
+        assert item.tensor_data is not None
+        target = part_of(whole, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
+        target.copy_(values[start : start + target.numel()].view(target.shape))
+        start += target.numel()
     return whole
 
 

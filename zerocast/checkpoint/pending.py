@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class PendingSave:
         comm: the ranks.
         write: writes this rank's part; runs in a thread.
         finish: puts the checkpoint in place once all parts are written, unless the event is set
-            before; runs after ``write``. Rank 0's does something.
+            before, or removes them where one is not; runs after ``write``. Rank 0's does something.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class PendingSave:
             self._attempt(self._write)
         finally:
             self._has_written.set()
-        if self._error is None:
-            self._attempt(lambda: self._finish(self._is_futile))
+        self._attempt(lambda: self._finish(self._is_futile))
 
     def _attempt(self, do: Callable[[], None]) -> None:
         attempt = Attempt()
         with attempt:
             do()
-        if (error := attempt.error) is not None and not self._is_futile.is_set():
+        is_known = self._error is not None or self._is_futile.is_set()
+        if (error := attempt.error) is not None and not is_known:
             self._error = type(error)(
                 f"saving {self._path} beside the training failed: {error} The checkpoint before it "
                 "is whole; save again."
@@ -88,13 +88,14 @@ class PendingSave:
             logging.getLogger("zerocast").error("%s", self._error)
 
 
-def remember(optimizer: object, save: PendingSave) -> None:
-    """Let the next call with this optimizer wait for ``save``."""
-    _pending[optimizer] = save
+def remember(optimizers: Sequence[torch.optim.Optimizer], save: PendingSave) -> None:
+    """Let the next call with any of these optimizers wait for ``save``."""
+    _pending.update(dict.fromkeys(optimizers, save))
 
 
-def wait_for(optimizer: object) -> None:
-    """Wait for the save of this optimizer that is under way, if there is one. Collective then."""
-    is_one = isinstance(optimizer, torch.optim.Optimizer)  # else the caller refuses it
-    if is_one and (save := _pending.pop(optimizer, None)) is not None:
-        save.wait()
+def wait_for(optimizers: Sequence[object]) -> None:
+    """Wait for the saves of these optimizers that are under way. Collective where one is."""
+    for optimizer in optimizers:
+        is_one = isinstance(optimizer, torch.optim.Optimizer)  # else the caller refuses it
+        if is_one and (save := _pending.pop(optimizer, None)) is not None:
+            save.wait()

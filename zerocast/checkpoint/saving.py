@@ -4,7 +4,7 @@ whole.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 
 from zerocast.arguments import check_flag
 from zerocast.checkpoint.boxes import Share
-from zerocast.checkpoint.manifest import SUFFIX, check_place
+from zerocast.checkpoint.manifest import SUFFIX
 from zerocast.checkpoint.model_part import ModelPart, digest_of
 from zerocast.checkpoint.pending import PendingSave, remember, wait_for
-from zerocast.checkpoint.sources import ranks_of, training_of
+from zerocast.checkpoint.sources import listed, ranks_of, trainings_of
 from zerocast.checkpoint.training import Contents
 from zerocast.checkpoint.values import encode
 from zerocast.comm import Attempt, Communicator, Group, announcing, raising_together
@@ -26,19 +26,21 @@ from zerocast.optim.saved import check_numbers
 
 def save(
     path: str | os.PathLike[str],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     model: torch.nn.Module | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     of_rank: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
+    replace: bool = False,
     group: Group = None,
 ) -> PendingSave | None:
     """Save all that a training continues from, bit for bit, on any number of ranks. Collective.
 
     It saves masters, optimizer state and options, averages, recipe state and the number of steps. A
-    directory that holds a checkpoint already holds the new one afterwards; until the last rename of
-    the save it holds the old one, whole, and so it does after a save that failed or was killed.
+    directory that holds a checkpoint of this run already holds the new one afterwards; until the
+    last rename of the save it holds the old one, whole, and so it does after a save that failed or
+    was killed. That of another run (other optimizers, or a job that has not loaded it) is refused.
     Every rank writes its own part, so all of them must see the directory (a shared file system). A
     rank takes memory for two of its pieces, parts of one tensor each, at a time.
 
@@ -46,7 +48,8 @@ def save(
         path: a directory; or a file ending in ``.safetensors``, which rank 0 writes, gathering one
             tensor at a time.
         optimizer: a :class:`zerocast.optim.ZeroOptimizer`, or a torch optimizer of masters in
-            ``model`` (``convert(..., weights="master")``, under FSDP2 or not).
+            ``model`` (``convert(..., weights="master")``, under FSDP2 or not); or a list of these,
+            on the same ranks, with weights of different names.
         model: its buffers, frozen parameters and layers' recipe state are saved, too. Needed for
             a torch optimizer.
         extra: what else belongs to the run, the same on every rank: ``schedule.state_dict()``,
@@ -56,88 +59,97 @@ def save(
             in the data.
         asynchronous: whether to return when this rank's part is copied to the CPU, and write beside
             the training.
-            The next call with this optimizer waits for it and raises what went wrong; so does the
-            result's ``wait()``. Only into a directory.
+            The next call with any of the optimizers waits for it and raises what went wrong; so
+            does the result's ``wait()``. Only into a directory.
+        replace: whether to replace whatever is at ``path``: a checkpoint of another run, and what
+            its killed saves have left; as a file, any.
         group: the ranks of a torch optimizer; all by default.
 
     Returns:
         The save under way, if ``asynchronous``.
 
     Raises:
-        InputError, UnsupportedError: on every rank, for a wrong argument on any, or a value that
-            cannot be saved.
+        InputError, UnsupportedError: on every rank, for a wrong argument on any, a value that
+            cannot be saved, or a place that holds something else than a checkpoint of this run.
         NonFiniteError: on every rank, where a master is not finite: no run continues from it.
         UnfinishedStepError: on every rank, where the last step was left unfinished.
-        ZerocastError: on every rank, where writing failed on any.
+        ZerocastError: on every rank, where writing failed on any, or another job has saved into the
+            same place meanwhile. Nothing is left of this save then.
     """
-    comm = ranks_of(optimizer, group)
+    optimizers = listed(optimizer)
+    comm = ranks_of(optimizers, group)
     with announcing([comm]):
         return _save(
-            Path(path), optimizer, model, extra, of_rank, asynchronous=asynchronous, group=group,
-            comm=comm,
+            Path(path), optimizers, model, extra, of_rank, asynchronous=asynchronous,
+            replace=replace, group=group, comm=comm,
         )  # fmt: skip
 
 
 def _save(
-    place: Path,
-    optimizer: torch.optim.Optimizer,
+    given: Path,
+    optimizers: Sequence[torch.optim.Optimizer],
     model: torch.nn.Module | None,
     extra: Any,
     of_rank: Any,
     *,
     asynchronous: bool,
+    replace: bool,
     group: Group,
     comm: Communicator,
 ) -> PendingSave | None:
     """See :func:`save`; ``comm`` are the ranks."""
-    wait_for(optimizer)
+    wait_for(optimizers)
     with raising_together(comm):
         check_flag("asynchronous", asynchronous)
-        is_file = place.suffix == SUFFIX
-        if is_file and (asynchronous or place.is_dir()):
+        check_flag("replace", replace)
+        is_file = given.suffix == SUFFIX
+        if is_file and (asynchronous or given.is_dir()):
             raise InputError(
-                f"one file is written at once, where no directory is, got {place}; name a "
+                f"one file is written at once, where no directory is, got {given}; name a "
                 f"directory for an asynchronous save."
             )
-        if comm.rank == 0 and not is_file:
-            check_place(place)
-        training = training_of(optimizer, model, group, comm)
+        place = Path(os.path.realpath(given))  # a thread may write when it leads elsewhere
+        trainings = trainings_of(optimizers, model, group, comm)
 
-    contents, attempt = training.contents(), Attempt()
+    contents, attempt, lines = Contents(), Attempt(), list[str]()
+    for training in trainings:
+        training.put(contents)
     with attempt:
         own = _put_values(contents, extra, of_rank, comm.rank)
         for name, share in contents.shares.items():
             if name.startswith("master."):
                 for piece in share.pieces.values():
                     check_numbers(f"the {name.replace('.', ' of ', 1)}", piece, finite=True)
-    common = {key: value for key, value in contents.said.items() if key != "state"}
-    lines = [f"{key} {json.dumps(value)}" for key, value in common.items()]
-    lines = [f"path {place}", f"{asynchronous=}", *lines]
-    lines += [
-        f"{name} {digest_of(share.only)}"
-        for name, share in contents.shares.items()
-        if name.startswith("value.extra")
-    ]
+        common = {key: value for key, value in contents.said.items() if key != "state"}
+        lines = [f"{key} {json.dumps(value)}" for key, value in common.items()]
+        lines = [f"path {given}", f"{asynchronous=}", f"{replace=}", *lines]
+        lines += [
+            f"{name} {digest_of(share.only)}"
+            for name, share in contents.shares.items()
+            if name.startswith("value.extra")
+        ]
     check_same(comm, lines, "every rank must save the same", attempt.error)
-    ModelPart(model, training.parameters, comm).put(contents)
+    ModelPart(model, [each.parameters for each in trainings], comm).put(contents)
 
     from zerocast.checkpoint import one_file, writing  # DCP takes a second to import
 
-    planned = writing.plan_save(contents, own, comm)
+    planned = writing.plan_save(
+        place, contents, own, [each.optimizer for each in trainings], comm, replace=replace
+    )
     if is_file:
-        one_file.write_one_file(place, planned, comm, training.device)
+        one_file.write_one_file(planned, comm, trainings[0].device)
     elif asynchronous:
-        pending = writing.write_beside(place, planned, comm)
-        remember(optimizer, pending)
+        pending = writing.write_beside(planned, comm)
+        remember(optimizers, pending)
         return pending
     else:
-        writing.write(place, planned, comm)
+        writing.write(planned, comm)
     return None
 
 
 def _put_values(contents: Contents, extra: Any, of_rank: Any, rank: int) -> Any:
     """Add a user's values; return those of this rank, in JSON."""
-    contents.put_value("extra", dict(extra or {}))
+    contents.said["extra"] = contents.encoded("extra", dict(extra or {}))
     tensors: dict[str, torch.Tensor] = {}
     own = encode(dict(of_rank or {}), f"value.of_rank.{rank}", tensors)
     contents.shares |= {name: Share.of(tensor) for name, tensor in tensors.items()}

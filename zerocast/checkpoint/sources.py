@@ -1,8 +1,7 @@
-"""Finds what holds the masters that are saved or loaded: a ZeroOptimizer, or a model under
-FSDP2.
-"""
+"""Finds what holds the masters: ZeroOptimizers, or a model under FSDP2 and its optimizers."""
 
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,8 +18,8 @@ Training: TypeAlias = MasterTraining | ZeroTraining
 
     described, parameters, device   what it says of itself (:mod:`zerocast.optim.saved`), the
                                     weights that it steps, by name, and where its masters are
-    contents()                      what this rank saves. Collective; raises ZerocastError on every
-                                    rank where its masters are not those of a whole step
+    put(contents)                   adds what this rank saves. Collective; raises ZerocastError on
+                                    every rank where its masters are not those of a whole step
     ask(saved)                      asks for what this rank needs
     prepare(saved)                  makes of what was read what ``restore`` continues from; raises
                                     ZerocastError where it is such as no run has
@@ -30,23 +29,52 @@ Training: TypeAlias = MasterTraining | ZeroTraining
 """
 
 
-def ranks_of(optimizer: object, group: Group) -> Communicator:
+def listed(optimizer: Any) -> list[Any]:
+    """Return the optimizers that are given: one, or a list of them."""
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def ranks_of(optimizers: Sequence[Any], group: Group) -> Communicator:
     """Return the ranks that save or load together."""
-    if isinstance(optimizer, ZeroOptimizer):
-        return optimizer.comm
+    for each in optimizers:
+        if isinstance(each, ZeroOptimizer):
+            return each.comm
     return as_communicator(group)
 
 
-def training_of(
-    optimizer: object, model: torch.nn.Module | None, group: Group, comm: Communicator
-) -> Training:
-    """Return the training of an optimizer, or of a model and its torch optimizer.
+def trainings_of(
+    optimizers: Sequence[Any], model: torch.nn.Module | None, group: Group, comm: Communicator
+) -> list[Training]:
+    """Return the trainings of optimizers, and of a model's torch optimizers, in the order of their
+    weights' names.
 
     Raises:
-        InputError: for anything else.
+        InputError: for anything else, and where two have other ranks or a weight of one name.
     """
     if model is not None:
         check_module("model", model)
+    if not optimizers:
+        raise InputError("a checkpoint is of one optimizer at least, got an empty list.")
+    found = [_training_of(each, model, group, comm) for each in optimizers]
+    names = set[str]()
+    for training in found:
+        if training.comm != comm:
+            raise InputError(
+                "the optimizers of one checkpoint must have the same ranks, got two groups; give "
+                "each group a checkpoint of its own."
+            )
+        if twice := sorted(names & training.parameters.keys()):
+            raise InputError(
+                f"the weights of one checkpoint must have different names, and two optimizers have "
+                f"{twice[0]!r}; give each its part of one model.named_parameters()."
+            )
+        names |= training.parameters.keys()
+    return sorted(found, key=lambda training: min(training.parameters))
+
+
+def _training_of(
+    optimizer: object, model: torch.nn.Module | None, group: Group, comm: Communicator
+) -> Training:
     if isinstance(optimizer, ZeroOptimizer):
         if group is not None:
             raise InputError("the ranks are those of the ZeroOptimizer; leave group out.")
@@ -58,4 +86,4 @@ def training_of(
             f"{type(optimizer).__name__} and {type(model).__name__}."
         )
     reshard(model)
-    return MasterTraining(model, optimizer, comm)
+    return MasterTraining(model, optimizer, as_communicator(group))

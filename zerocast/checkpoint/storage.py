@@ -12,8 +12,8 @@ well as torch.distributed; ``dcp.save`` and ``dcp.load`` can be given the same t
 
 import dataclasses
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ from zerocast.checkpoint.files import (
     FileInfo,
     VerifiedFile,
     header_of,
-    remove_files,
-    replace_file,
+    sync_directory,
+    write_file,
 )
 from zerocast.checkpoint.manifest import (
     NAME,
@@ -53,10 +53,11 @@ from zerocast.checkpoint.manifest import (
     Manifest,
     SavedTensor,
     check_place,
-    needless_files,
     read_manifest,
+    remove_saved,
 )
 from zerocast.checkpoint.planners import Shares, chunk_of, part_of, piece_of
+from zerocast.checkpoint.runs import Claim, alone_in, is_taken
 from zerocast.errors import UnsupportedError
 
 
@@ -74,7 +75,8 @@ class Writer(StorageWriter):
         path: the directory; it is made where it does not exist.
         training: what the checkpoint says beside its tensors, in JSON values.
         versions: the versions of the packages that saved it.
-        saved: the id of the save; a new one by default.
+        replace: whether to replace a checkpoint that is not this writer's.
+        claim: the save and its run; new ones by default.
     """
 
     def __init__(
@@ -82,26 +84,42 @@ class Writer(StorageWriter):
         path: str | os.PathLike[str],
         training: dict[str, Any] | None = None,
         versions: dict[str, Any] | None = None,
-        saved: str = "",
+        *,
+        replace: bool = False,
+        claim: Claim | None = None,
     ) -> None:
-        self.path, self.saved = Path(path), saved
+        self._is_given = claim is not None
+        self._claim = claim or Claim(Path(os.path.realpath(path)), replace=replace)
         self._training, self._versions = training or {}, versions or {}
+        self._is_renaming = False
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._claim.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Write the next checkpoint into another directory, where one is given."""
-        self.saved = ""
-        if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+        path = self.path if checkpoint_id is None else Path(os.path.realpath(checkpoint_id))
+        self._claim = Claim(path, self._claim.replace, run=self._claim.run)
+        self._is_renaming = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Make the directory.
+        """Make the directory, and remove what killed saves of this run have left in it.
 
         Raises:
-            InputError: where something else is in it.
+            InputError: where something else is in it, or the checkpoint of another run.
         """
+        if not self._is_given:
+            self.reset()  # DCP gives one writer several saves
         if is_coordinator:
             check_place(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
+            with alone_in(self.path):
+                self._claim.take()
+                replaced = self._claim.replaced
+                if replaced is not None or not is_taken(self.path):
+                    remove_saved(self.path, self._claim.run, replaced)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is.
@@ -119,8 +137,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank's plan the name of its file."""
-        self.saved = self.saved or secrets.token_hex(8)
-        names = [f"{self.saved}-rank{rank:05}.safetensors" for rank in range(len(plans))]
+        prefix = self._claim.prefix
+        names = [f"{prefix}-rank{rank:05}.safetensors" for rank in range(len(plans))]
         return [
             dataclasses.replace(plan, storage_data=name)
             for plan, name in zip(plans, names, strict=True)
@@ -151,11 +169,39 @@ class Writer(StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put the manifest in place, and remove the files of earlier saves."""
-        tensors = saved_tensors(metadata, results)
-        manifest = Manifest(self.saved, len(results), self._versions, tensors, self._training)
-        replace_file(self.path / NAME, manifest.to_text().encode())
-        remove_files(needless_files(self.path, manifest))
+        """Put the manifest in place, and remove the files of what it replaces.
+
+        Raises:
+            ZerocastError: where another job has saved here meanwhile; what it saved stays.
+        """
+        claim, tensors = self._claim, saved_tensors(metadata, results)
+        manifest = Manifest(
+            claim.saved, claim.run, len(results), self._versions, tensors, self._training
+        )
+        write_file(self._draft, manifest.to_text().encode())
+        sync_directory(self.path)  # the files that it names are there before it is
+        with alone_in(self.path):
+            claim.check(self.path / name for name in manifest.files)
+            self._is_renaming = True
+            self._draft.replace(self.path / NAME)
+            sync_directory(self.path)
+            remove_saved(self.path, "" if claim.replace else claim.run, manifest)
+
+    @contextmanager
+    def removing_files(self) -> Iterator[None]:
+        """Remove the files of all ranks where the context fails before the manifest is in place.
+        For the rank that puts it there.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self._is_renaming or self._draft.exists():
+                remove_saved(self.path, self._claim.saved)
+            raise
+
+    @property
+    def _draft(self) -> Path:
+        return self.path / f"{self._claim.prefix}.draft"
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

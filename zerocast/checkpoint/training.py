@@ -7,19 +7,26 @@ things in different places. Both give them these names, so either loads what the
     state.NAME.KEY          what the optimizer keeps of it, in the same shape or as it is
     recipe.NAME.KEY         its recipe state
 
-and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON::
+and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON, for each optimizer of
+the training under ``optimizers``::
 
+    identity   by which a save knows what it may replace (:mod:`zerocast.checkpoint.runs`)
     options    of each param group
     steps      that were made; 0 where they are not counted
     mode       of an optimizer that has modes
     averages   the decays of averages, which are state under ``ema(DECAY)``
     due        the weights whose recipe state is before the cast of these masters, and not after
+
+and for all together::
+
     state      NAME -> KEY -> "shard", or "whole" of what is not in the weight's shape, or
                {"value": ...}
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +51,7 @@ class Contents:
         shares: the part that it has of each tensor, by name.
     """
 
-    said: dict[str, Any]
+    said: dict[str, Any] = field(default_factory=lambda: {"optimizers": [], "state": {}})
     shares: dict[str, Share] = field(default_factory=dict)
 
     def put_state(self, name: str, key: str, value: Any, share: Share | None) -> None:
@@ -57,15 +64,18 @@ class Contents:
         else:
             kinds[key] = {"value": encode(value, place, {})}
 
-    def put_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Add the options of param groups."""
-        self.put_value("options", [options(group) for group in groups])
+    def put_optimizer(self, said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add what an optimizer says of itself, and the options of its param groups."""
+        own: list[Any] = self.said["optimizers"]
+        given = self.encoded(f"options.{len(own)}", [options(group) for group in groups])
+        own.append({**said, "options": given})
 
-    def put_value(self, name: str, value: Any) -> None:
-        """Add values of Python and tensors, the same on every rank."""
+    def encoded(self, name: str, value: Any) -> Any:
+        """Return values of Python and tensors, the same on every rank, in JSON; add the tensors."""
         tensors: dict[str, torch.Tensor] = {}
-        self.said[name] = encode(value, f"value.{name}", tensors)
+        made = encode(value, f"value.{name}", tensors)
         self.shares |= {key: Share.of(tensor) for key, tensor in tensors.items()}
+        return made
 
 
 @dataclass
@@ -81,6 +91,10 @@ class Saved:
     said: dict[str, Any]
     tensors: dict[str, SavedTensor]
     shares: dict[str, Share] = field(default_factory=dict)
+
+    def of(self, place: int) -> Saved:
+        """Return the same as one of its optimizers said it of itself."""
+        return replace(self, said=self.said | self.said["optimizers"][place])
 
     def want(self, name: str, share: Share) -> None:
         """Ask for the elements of a tensor that ``share`` has, in the dtype in which it was saved.
@@ -111,7 +125,7 @@ class Saved:
         return self.tensors[name]
 
     def want_values(self, of_rank: str | None) -> None:
-        """Ask for the tensors of :meth:`Contents.put_value`, and for those that begin with
+        """Ask for the tensors of :meth:`Contents.encoded`, and for those that begin with
         ``of_rank``.
         """
         for name in self.tensors:

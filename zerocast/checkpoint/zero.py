@@ -10,7 +10,7 @@ from zerocast.checkpoint.values import decode
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.optim.average import AVERAGE
-from zerocast.optim.checkpoint import description, shard_kind
+from zerocast.optim.checkpoint import description, read, shard_kind
 from zerocast.optim.saved import Description
 
 
@@ -33,13 +33,12 @@ class ZeroTraining:
     def device(self) -> torch.device:
         return self._shards.masters.device
 
-    def contents(self) -> Contents:
+    def put(self, contents: Contents) -> None:
         self.optimizer._progress.prepare("zerocast.checkpoint.save")
         given = self.optimizer.state_dict()
         zero, weights = given["zero"], self._shards.weights
         said = {key: zero[key] for key in (*self.described, "steps", "mode", "averages")}
-        contents = Contents({**said, "due": [], "state": {}})
-        contents.put_groups(given["param_groups"])
+        contents.put_optimizer({**said, "due": []}, given["param_groups"])
         for i, entry in given["state"].items():
             name, shape, master = weights[i].name, weights[i].param.shape, entry["master"]
             extent = Extent(entry["start"], entry["start"] + master.numel())
@@ -58,7 +57,6 @@ class ZeroTraining:
         for i, state in given["recipe_state"].items():
             for key, value in state.items():
                 contents.shares[f"recipe.{weights[i].name}.{key}"] = Share.of(value)
-        return contents
 
     def ask(self, saved: Saved) -> None:
         whole = self._shards.whole
@@ -84,6 +82,10 @@ class ZeroTraining:
 
     def prepare(self, saved: Saved) -> None:
         self._prepared = self._state_dict(saved)
+        error = self.optimizer._progress.averages_error("zerocast.checkpoint.load")
+        if error := error or self._shards.moved_weight():
+            raise error
+        read(self._prepared, self._shards, self._inner)  # before any of several has changed
 
     def restore(self) -> None:
         self.optimizer.load_state_dict(self._prepared)

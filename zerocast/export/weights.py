@@ -52,7 +52,7 @@ from zerocast.export.stages import (
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
 from zerocast.export.values import check_finite, check_tensor_scale
-from zerocast.export.wrappers import check_names, unwrapped
+from zerocast.export.wrappers import check_unwrapped, unwrapped
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
@@ -172,7 +172,7 @@ class Export:
             of_weights = {entry.name: [each.name for each in own] for entry, own in parts}
             groups.check_fused(self.dialect, of_weights, entries)
             entries = renamed(entries, self._names, self.dialect)
-            check_names(entry.stored for entry in entries)
+            check_unwrapped(entry.stored for entry in entries)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "

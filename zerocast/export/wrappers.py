@@ -49,7 +49,7 @@ def _unwrapped(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> tor
     return seen[id(module)]
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_unwrapped(names: Iterable[str]) -> None:
     """Raise :class:`InputError` for a name that has a wrapper's part, as an optimizer may have."""
     for name in names:
         if not set(INNER).isdisjoint(name.split(".")):

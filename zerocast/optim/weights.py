@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from zerocast.arguments import check_names
 from zerocast.cast.amax_groups import by_first_names
 from zerocast.cast.shard_spec import check_castable
 from zerocast.comm import Communicator, lines_that_differ
@@ -139,7 +140,7 @@ def collect_weights(param_groups: Groups) -> list[Weight]:
 
     Raises:
         InputError: for a weight of another dtype or device than can be served, one that no sharded
-            cast can fill, two weights that share memory, or none.
+            cast can fill, two weights that share memory or a name, or none.
         UnfinishedStepError, StaleCopyError: for a weight that does not hold the whole value that
             its master would start from.
     """
@@ -156,6 +157,7 @@ def collect_weights(param_groups: Groups) -> list[Weight]:
         raise InputError(
             "ZeroOptimizer needs at least one parameter that requires a gradient, got none."
         )
+    check_names("params", [weight.name for weight in weights])
     first = weights[0]
     for weight in weights:
         if weight.param.device != first.param.device:

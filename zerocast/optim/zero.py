@@ -86,11 +86,11 @@ class ZeroOptimizer(ShardedOptimizer):
 
     Args:
         params: ``model.named_parameters()``, or param groups of such (name, parameter) pairs, or of
-            parameters alone. Ranks compare names; without them two weights of one shape in another
-            order are noticed by their values only. Quantized weights, and plain BF16, FP16 or FP32
-            ones, all on one device. A tied weight counts once; parameters that
-            do not require a gradient are left out. Stochastic rounding draws by the name of a
-            weight, and without one by its place in the groups.
+            parameters alone. No two weights have one name, and ranks compare names; without them
+            two weights of one shape in another order are noticed by their values only. Quantized
+            weights, and plain BF16, FP16 or FP32 ones, all on one device. A tied weight counts
+            once; parameters that do not require a gradient are left out. Stochastic rounding draws
+            by the name of a weight, and without one by its place in the groups.
         optimizer_class: an element-wise optimizer: any class that updates each element from that
             element alone and keeps FP32 state. It is tried on small tensors, in pieces, and
             refused where it does not (:mod:`zerocast.optim.elementwise`). With ``shard="matrix"``

@@ -121,13 +121,18 @@ def _run_casts(cast_groups: Sequence[CastGroup], number: int = 0) -> None:
         for i, cast_group in enumerate(cast_groups):
             for gather in cast_group:
                 gather.shards.storage.amax_group = str(i) if len(cast_group) > 1 else None
+        names = [gather.name for gather in gathers]
+        for storage, name in zip(storages, names, strict=True):
+            storage.name_weight(name)
+        if len({*names}) < len(names):  # parts of a model that were converted one by one
+            names = [f"{name} ({i})" for i, name in enumerate(names)]
         extents = [gather.shards.rows.extent(gather.shards.comm.rank) for gather in gathers]
         plan = CastPlan(
             list(map(QuantizedTensor, storages)),
             masters,
             [extent.start if extent else None for extent in extents],
             [gather.shards.comm for gather in gathers],
-            names=[gather.name for gather in gathers],
+            names=names,
             fsdp_shard_model_weights=[gather.shards.own for gather in gathers],
             exchange="boundary",
         )
