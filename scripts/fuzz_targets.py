@@ -348,14 +348,14 @@ class Exports:
         self._folders = {}
         for name, dialect in DIALECTS.items():
             layers = [torch.nn.Linear(64, 32, bias=False) for _ in range(2)]
-            model = torch.nn.ModuleDict({"experts": layers[0], "other": layers[1]}).bfloat16()
+            model = torch.nn.ModuleDict({"coded": layers[0], "other": layers[1]}).bfloat16()
             value, kind = layers[0].weight.detach(), "weight"
             if LINEAR not in dialect.reads:
                 value, kind = value.view(1, 32, 64), "down_proj"
             weight = zerocast.quantize(value, dialect.recipe, columnwise=False)
             del layers[0].weight
             layers[0].register_parameter(kind, torch.nn.Parameter(weight))
-            scales = {"experts": 0.5} if dialect.input_scale else None
+            scales = {"coded": 0.5} if dialect.input_scale else None
             path = folder / name.replace("/", "_")
             save_pretrained(model, path, dialect=name, input_scales=scales, bucket_bytes=1000)
             self._folders[path] = {file: file.read_bytes() for file in path.iterdir()}
