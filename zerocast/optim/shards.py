@@ -30,7 +30,7 @@ from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.places import Places
-from zerocast.optim.weights import StorageKind, Weight, restart_master
+from zerocast.optim.weights import StorageKind, Weight, restart_master, restart_plain_master
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
 from zerocast.tensors.digest import TakenDigests
 
@@ -87,6 +87,7 @@ class Bucket:
         self.sizes = [kind.entries(self.layout.numel)] * kind.planes
         self.flats: list[torch.Tensor] = []
         self.copies = [self._copies() for _ in self.sizes]
+        self._member_sizes: torch.Tensor | None = None  # of one rank's range, when first asked
 
     def shards(self, rank: int) -> list[Shard]:
         """Return what ``rank`` owns of each member."""
@@ -108,10 +109,32 @@ class Bucket:
                 places[0].copy_(param.detach().reshape(-1))
                 param.data = _with_own_storage(places[0]).view(param.shape)
 
+    @property
+    def plain_values(self) -> list[torch.Tensor]:
+        """Each member's values in a buffer that holds no codes, flat."""
+        return [self.flats[0][e.start : e.end] for e in self.layout.weight_extents()]
+
+    def _ranges(self, rank: int, masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``rank``'s range of the buffer, and of its masters, FP32 [columns]."""
+        own = masters[self.first_column :][: self.layout.rank_numel]
+        return self.flats[0].view(self.layout.world_size, -1)[rank], own
+
     def store(self, rank: int, masters: torch.Tensor) -> None:
         """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
-        own = masters[self.first_column :][: self.layout.rank_numel]
-        self.flats[0].view(self.layout.world_size, -1)[rank].copy_(own)
+        values, own = self._ranges(rank, masters)
+        values.copy_(own)
+
+    def restart(self, rank: int, masters: torch.Tensor, is_written: torch.Tensor) -> None:
+        """Let ``rank``'s masters, FP32 [columns], start from its range, of those plain members that
+        are written, bool [len(members)].
+        """
+        if self._member_sizes is None:
+            sizes = [extent.size for extent in self.layout.shards(rank)]
+            sizes[-1] += self.layout.rank_numel - sum(sizes)  # what pads the range is never written
+            self._member_sizes = torch.tensor(sizes, device=masters.device)
+        values, own = self._ranges(rank, masters)
+        of_columns = is_written.repeat_interleave(self._member_sizes, output_size=len(own))
+        restart_plain_master(own, values, of_columns)
 
     def all_gather(self, comm: Communicator) -> None:
         """Gather every rank's range on every rank: in place, one collective a buffer. Where uses
@@ -219,17 +242,35 @@ class ShardedWeights:
         """Return this rank's master of one weight: FP32, flat, a view, empty where it owns none."""
         return self.masters[self.own[index].columns]
 
-    def restart_masters(self, indices: Iterable[int]) -> None:
-        """Let the masters of some weights start from the weights as they are: from the value that
-        a weight was made from, where it keeps that. A master whose rounding a plain weight holds
-        stays.
+    def restart_masters(self, coded: Iterable[int]) -> None:
+        """Let the masters of some quantized weights start from the weights as they are: from the
+        value that a weight was made from, where it keeps that.
         """
-        for i in indices:
+        for i in coded:
             if self.own[i].extent:
                 restart_master(self.weights[i], self.master(i), self.own[i].extent)
             if self.whole is not None and i in self.whole:
                 whole = self.whole[i].view(-1)
                 restart_master(self.weights[i], whole, Extent(0, whole.numel()))
+
+    def restart_plain_masters(self, is_written: torch.Tensor) -> None:
+        """Let the masters of those plain weights that are written, bool [len(plain)], start from
+        the weights as they are. A master whose rounding a weight holds stays.
+        """
+        buckets = [bucket for bucket in self.buckets if not bucket.kind.is_codes]
+        each = is_written.split([len(bucket.members) for bucket in buckets])
+        for bucket, flags in zip(buckets, each, strict=True):
+            bucket.restart(self.comm.rank, self.masters, flags)
+        if self.whole is not None:
+            for i, flag in zip(self.plain, is_written, strict=True):
+                if i in self.whole:
+                    values = self.weights[i].param.detach().view(-1)
+                    restart_plain_master(self.whole[i].view(-1), values, flag)
+
+    @property
+    def plain(self) -> list[int]:
+        """The places of plain weights, in the order of their buckets."""
+        return [i for b in self.buckets if not b.kind.is_codes for i in b.members]
 
     def adopt(self) -> None:
         """Move every weight into its bucket, and what else quantized ones hold together."""

@@ -192,8 +192,10 @@ class ZeroOptimizer(ShardedOptimizer):
         self._averages, self._user_code, self._is_complete = {}, Attempt(), True
 
         # From here on weights change: whatever can be refused has been.
-        self._shards.restart_masters(range(len(self._shards.weights)))
+        self._shards.restart_masters(i for i, w in enumerate(weights) if w.kind.is_codes)
         self._shards.adopt()
+        are_new = torch.ones(len(self._shards.plain), dtype=torch.bool, device=device)
+        self._shards.restart_plain_masters(are_new)
         if self._owners:
             self._owners.fetch_masters()
         self._publication.run()
