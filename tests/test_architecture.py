@@ -28,7 +28,8 @@ LAYERS = (
     ("tensors",),
     ("cast",),
     ("sharded",),
-    ("optim", "verification"),
+    ("verification",),
+    ("optim",),
     ("export", "nn"),  # the core, which is all below, imports no layer
     ("checkpoint", "conformance", "costs", "refit"),
     ("replacements",),

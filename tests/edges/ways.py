@@ -21,12 +21,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests.edges.subjects import Plan, Subject, Tensor, Zero, batch, local, plain_model
+from tests.edges.subjects import Fsdp2, K, Plan, Subject, Tensor, Zero, batch, local, plain_model
 from tests.support.claims import assert_same_tensors
 from tests.support.models import InRegion
 from tests.support.ranks import shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import through_a_file
+from zerocast.sharded.all_gather import gather_of
 
 Way = Callable[[Subject], None]
 WAYS: dict[str, Way] = {}
@@ -263,6 +264,80 @@ def copied_into(subject: Subject) -> None:
     subject.train()
 
 
+def _with_plain_weights(subject: Subject) -> Subject:
+    """A model with a bias and a norm, of codes under a ZeroOptimizer; any other as it is."""
+    if isinstance(subject, Zero):
+        subject.model.append(torch.nn.Linear(K, 8)).append(torch.nn.LayerNorm(8))
+        subject.optimizer = zerocast.optim.ZeroOptimizer(
+            subject.model.named_parameters(), torch.optim.SGD, subject.comm, lr=0.0
+        )
+    return subject
+
+
+def _written_values(subject: Subject, value: float, touch: Way) -> None:
+    """What ``touch`` writes into all parameters is what the next step trains."""
+    plain = {name: torch.full(p.shape, value) for name, p in subject.model.named_parameters()}
+    touch(subject)
+    if not isinstance(subject, Plan):  # whose masters are the caller's own
+        subject.publish()
+        for master in subject.whole_masters():
+            assert_same_bytes(master, torch.full(master.shape, value), "master")
+    for name, weight in subject.model.named_parameters():
+        if not isinstance(weight, (zerocast.QuantizedTensor, DTensor)):
+            assert_same_bytes(weight.detach(), plain[name], name)
+    if isinstance(subject, Zero):
+        del subject.model[2:]
+
+
+@_way("`param.data.copy_`, of biases and norms, too")
+def data_of_parameters(subject: Subject) -> None:
+    """As loaders of adapters do."""
+
+    def touch(subject: Subject) -> None:
+        for param in subject.model.parameters():
+            param.data.copy_(torch.full_like(param.data, 2.0))
+
+    _written_values(_with_plain_weights(subject), 2.0, touch)
+    if isinstance(subject, Plan):
+        subject.train()
+
+
+@_way("one rank loads, then `dist.broadcast(param.data)` of all")
+def loaded_and_broadcast(subject: Subject) -> None:
+    """The others learn of it by memory that was written."""
+
+    def touch(subject: Subject) -> None:
+        state = {name: torch.full(p.shape, 2.0) for name, p in subject.model.named_parameters()}
+        if subject.comm.rank == 0:
+            subject.model.load_state_dict(state)
+        for param in subject.model.parameters():
+            dist.broadcast(param.data, 0)
+
+    _written_values(_with_plain_weights(subject), 2.0, touch)
+    if isinstance(subject, Plan):
+        subject.train()
+
+
+@_way("`param.data`, by one rank alone")
+def data_of_one_rank(subject: Subject) -> None:
+    """Masters of other ranks cannot follow; where parameters are masters, each rank has its own."""
+    if not isinstance(subject, Zero):
+        if subject.comm.rank == 0:
+            for param in subject.model.parameters():
+                local(param).data.fill_(2.0)
+        return
+    norm = _with_plain_weights(subject).model[3].weight
+    held = norm.detach().clone()
+    if subject.comm.rank == 0:
+        norm.data[-1:] = 3.0
+    try:
+        subject.optimizer.step()
+    finally:
+        norm.data.copy_(held)
+        subject.optimizer.step()
+        del subject.model[2:]
+
+
 @_way("`dist.broadcast(weight)`")
 def broadcast(subject: Subject) -> None:
     """All of its bytes move."""
@@ -460,6 +535,51 @@ def saved_training(subject: Subject) -> None:
     zerocast.checkpoint.load(folder, subject.optimizer, subject.model)
     for old, master in zip(before, subject.whole_masters(), strict=True):
         assert_same_bytes(master, old, "master")
+
+
+@_way("a step between `load` and the first forward, under delayed scaling")
+def stepped_after_load(subject: Subject) -> None:
+    """A run of the same subject that never stopped has the same recipe state afterwards."""
+    found, folder = [], shared_folder(subject.comm)
+    for is_loaded in (False, True):
+        run = type(subject)(subject.comm, zerocast.DelayedScaling(amax_history_len=4))
+        if not is_loaded:
+            run.train()
+            run.backward()
+            run.model.zero_grad()
+            run.masters()  # under FSDP2 sharded again
+            zerocast.checkpoint.save(folder, run.optimizer, run.model)
+        else:
+            zerocast.checkpoint.load(folder, run.optimizer, run.model)
+        for param in run.model.parameters():
+            param.grad = torch.ones_like(param)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.backward()
+        found.append({str(i): w for i, w in enumerate(run.whole_masters())})
+        for i, param in enumerate(run.model.parameters()):
+            held = param if isinstance(param, zerocast.QuantizedTensor) else gather_of(param)
+            state = held.quantized_storage.buffers if held is param else held.state
+            found[-1] |= {f"{i} {k}": state[k].clone() for k in ("scale", "amax_history")}
+    assert_same_tensors(found[1], found[0], "loaded")
+
+
+@_way("an optimizer made after the first forward, and `zerocast.checkpoint.save`")
+def made_after_a_forward(subject: Subject) -> None:
+    """FSDP2 leaves the parameters of its root gathered, here all of them."""
+    if isinstance(subject, Fsdp2):
+        subject.model = plain_model()
+        zerocast.nn.convert(subject.model, subject.recipe, weights="master")
+        fully_shard(subject.model, mesh=init_device_mesh("cpu", (subject.comm.size,)))
+    with torch.no_grad():
+        subject.model(batch())
+    if isinstance(subject, Zero):
+        named = subject.model.named_parameters()
+        subject.optimizer = zerocast.optim.ZeroOptimizer(named, group=subject.comm, lr=0.05)
+    else:
+        subject.optimizer = torch.optim.AdamW(subject.model.parameters(), lr=0.05)
+    zerocast.checkpoint.save(shared_folder(subject.comm), subject.optimizer, subject.model)
+    subject.train()
 
 
 @_way("`get_optimizer_state_dict(model, optimizer)`")

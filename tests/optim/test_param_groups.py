@@ -22,7 +22,7 @@ from tests.optim.training import (
     named,
     set_gradients,
 )
-from tests.support.claims import assert_same_tensors, message_of, one_message, stored
+from tests.support.claims import assert_same_tensors, message_of, one_message, stored, told_all
 from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from zerocast.comm import Communicator, run_in_process
@@ -113,6 +113,41 @@ def test_frozen_weights_are_left_out_and_groups_keep_their_places() -> None:
     assert torch.equal(trained.detach(), torch.full((5,), 0.5))
     with pytest.raises(InputError, match="trainable parameters, got another"):
         optimizer.gather_master(frozen)
+
+
+@on_ranks("in_process", 2)
+@pytest.mark.parametrize("mode", ["hash", "full"])
+def test_verify_compares_frozen_parameters(comm: Communicator, mode: Any) -> None:
+    """A frozen plain weight, or codes, that differ when the optimizer is made, or are written on
+    one rank later, are named on every rank; without ``verify`` they are not looked at.
+    """
+
+    def weights() -> list[torch.nn.Parameter]:
+        params = make_params(NVFP4)
+        for frozen in (params[1], params[3]):
+            frozen.requires_grad_(False)
+        return params
+
+    def make(params: list[torch.nn.Parameter], **options: Any) -> ZeroOptimizer:
+        return ZeroOptimizer(named(params), SGD, comm, lr=0.5, **options)
+
+    for place in (1, 3):
+        params, untouched = weights(), weights()
+        if comm.rank == 1:
+            params[place].data.copy_(torch.full(params[place].shape, 7.0))
+        held = {f"{i}": p.detach().clone() for i, p in enumerate(params)}
+        message = told_all(comm, RankMismatchError, make, params, verify=mode)
+        assert f"layer.{place}: " in message
+        assert_same_tensors(stored({f"{i}": p for i, p in enumerate(params)}), stored(held))
+        make(params).step()
+        optimizer = make(untouched, verify=mode)
+        optimizer.step()
+        if comm.rank == 1:
+            untouched[place].data.copy_(torch.full(params[place].shape, 7.0))
+        for _ in range(2):
+            assert f"layer.{place}: " in told_all(comm, RankMismatchError, optimizer.step)
+        untouched[place].data.copy_(torch.full(params[place].shape, 7.0))
+        optimizer.step()
 
 
 def test_named_parameters_name_the_weights() -> None:

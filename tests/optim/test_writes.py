@@ -144,15 +144,15 @@ def test_a_broadcast_of_what_the_weights_are_changes_no_master(comm: Communicato
     assert_same_lists(t.masters(), before, "masters")
 
 
-def test_writes_that_torch_does_not_count_are_named_by_mark_written() -> None:
-    """Through ``.data`` of a plain weight nothing is counted; marked, it is taken all the same."""
-    param = torch.nn.Parameter(torch.ones(4, 8))
+def test_writes_to_a_buffer_of_codes_are_named_by_mark_written() -> None:
+    """A buffer that was taken out of a weight counts nothing; marked, the write is taken."""
+    param = torch.nn.Parameter(zerocast.quantize(torch.ones(4, 16), NVFP4))
     optimizer = ZeroOptimizer([param], SGD, lr=0.5)
-    param.data.fill_(3.0)
+    param.rowwise_data.zero_()
     optimizer.mark_written([param])
-    param.grad = torch.ones(4, 8)
+    param.grad = torch.ones_like(param)
     optimizer.step()
-    assert param.tolist() == [[2.5] * 8] * 4
+    assert optimizer.gather_master(param).tolist() == [[-0.5] * 16] * 4
     with pytest.raises(InputError, match="mark_written needs one of this optimizer's"):
         optimizer.mark_written([torch.ones(3)])
 

@@ -24,7 +24,7 @@ from tests.sharded.sharded import (
     train_and_compare,
     whole_masters,
 )
-from tests.support.claims import assert_same_tensors
+from tests.support.claims import assert_same_tensors, message_of
 from tests.support.ranks import on_gloo
 from tests.support.recipes import RECIPES, each
 from zerocast.optim import FusedAdamW
@@ -290,3 +290,23 @@ def test_a_backward_after_the_update_sends_what_its_forward_did(comm):
             loss.backward()
             found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
         assert_same_tensors(*found)
+
+
+@on_gloo(2)
+def test_weights_that_are_gathered_are_no_parameters(comm):
+    """FSDP2 leaves the root's gathered after a forward, and an optimizer of them would step none:
+    the constructor says so on every rank, and after ``reshard()`` all are trained.
+    """
+    model = shard(converted(rows=ROWS), wrap_layers=False)
+    with torch.no_grad():
+        model(batch(comm))
+    message = message_of(zerocast.InputError, fused, model.parameters())
+    assert "layers.0.weight as FSDP2 has gathered it" in message
+    assert "model.reshard()" in message
+    model.reshard()
+    before = whole_masters(model)
+    optimizer = fused(model.parameters())
+    model(batch(comm)).backward()
+    optimizer.step()
+    for name, master in whole_masters(model).items():
+        assert not torch.equal(master, before[name])

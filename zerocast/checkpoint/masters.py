@@ -21,9 +21,14 @@ from zerocast.optim.saved import (
 )
 from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.master_weight import as_plain
-from zerocast.sharded.placement import sharded_like, to_local
+from zerocast.sharded.placement import is_sharded, sharded_like, to_local
 from zerocast.sharded.state import check_state
 from zerocast.tensors import QuantizedTensor
+
+_GATHERED = (
+    " FSDP2 leaves parameters of its root gathered after a forward, and an optimizer that is made "
+    "then never trains them: call model.reshard() before it is made."
+)
 
 
 class MasterTraining:
@@ -39,6 +44,7 @@ class MasterTraining:
     ) -> None:
         self.model, self.optimizer, self.comm = model, optimizer, comm
         names = {id(param): name for name, param in model.named_parameters()}
+        is_fsdp = any(map(is_sharded, model.parameters()))
         self._groups: dict[str, int] = {}
         self._params: dict[str, torch.Tensor] = {}
         for g, group in enumerate(optimizer.param_groups):
@@ -48,7 +54,7 @@ class MasterTraining:
                     raise InputError(
                         f"the optimizer must step parameters of the given model, and steps one "
                         f"{list(param.shape)} in param_groups[{g}] that is none of it; give the "
-                        f"model that it was made for."
+                        f"model that it was made for." + _GATHERED * is_fsdp
                     )
                 if isinstance(to_local(param), QuantizedTensor):
                     raise UnsupportedError(
@@ -59,7 +65,8 @@ class MasterTraining:
                 self._params[name], self._groups[name] = param, g
 
     @property
-    def described(self) -> Description:
+    def _together(self) -> dict[str, list[str]]:
+        """By name the weights of the same amax group, itself included."""
         together: dict[str, list[str]] = {}
         for module in self.model.modules():
             group = getattr(module, "amax_group", None)
@@ -67,7 +74,11 @@ class MasterTraining:
                 held = {id(layer.weight) for layer in group.layers}
                 names = [name for name, p in self._params.items() if id(p) in held]
                 together |= dict.fromkeys(names, names)
-        weights = []
+        return together
+
+    @property
+    def described(self) -> Description:
+        together, weights = self._together, []
         for name, param in self._params.items():
             gather = gather_of(param)
             recipe, group = gather.recipe if gather else None, self._groups[name]
@@ -105,7 +116,9 @@ class MasterTraining:
                 contents.shares[f"recipe.{name}.{key}"] = Share.of(value)
 
     def _due(self) -> list[str]:
-        """Return the weights that any rank has written since their latest cast. Collective."""
+        """Return the weights whose cast is due, as any rank has written them, or one of their amax
+        group, since. Collective.
+        """
         gathers = {name: gather for name, gather in self._gathers.items() if gather.state}
         found = []
         for name, gather in gathers.items():
@@ -113,7 +126,9 @@ class MasterTraining:
             found.append(gather.is_due(local.value))
         flags = torch.tensor([*found, False], dtype=torch.int32, device=self.device)
         self.comm.all_reduce_max_(flags)
-        return [name for name, flag in zip(gathers, flags.tolist(), strict=False) if flag]
+        written = {name for name, flag in zip(gathers, flags.tolist(), strict=False) if flag}
+        together = self._together  # a cast of one is a cast of all
+        return [name for name in gathers if not written.isdisjoint(together.get(name, [name]))]
 
     def ask(self, saved: Saved) -> None:
         gathers = self._gathers
@@ -147,8 +162,10 @@ class MasterTraining:
         self._check_values(saved)
         shares = saved.shares
         self._masters = {name: shares[f"master.{name}"].only for name in self._params}
+        self._are_due = set(saved.said["due"])
         self._recipe_states = {
-            name: self._recipe_state(saved, name, gather) for name, gather in self._gathers.items()
+            name: {key: shares[f"recipe.{name}.{key}"].only for key in gather.recipe.state}
+            for name, gather in self._gathers.items()
         }
         states = [self._state(saved, name) for name in self._params]
         places = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
@@ -165,7 +182,9 @@ class MasterTraining:
                 if local.numel():
                     local.copy_(self._masters[name])
         for name, gather in self._gathers.items():
-            gather.load_state(self._recipe_states[name])
+            master: Any = to_local(self._params[name])
+            state = self._recipe_states[name]
+            gather.load_state(state, master.value, is_due=name in self._are_due)
         self.optimizer.load_state_dict(self._state_dict)
 
     def _state(self, saved: Saved, name: str) -> dict[str, Any]:
@@ -180,15 +199,6 @@ class MasterTraining:
                 given, local = saved.shares[f"state.{name}.{key}"].only, to_local(param)
                 given = given.reshape(local.shape).to(local.device)
                 state[key] = sharded_like(as_plain(param), given)
-        return state
-
-    @staticmethod
-    def _recipe_state(saved: Saved, name: str, gather: LowBitAllGather) -> dict[str, torch.Tensor]:
-        """Return the state from which the cast of the loaded master starts."""
-        shares = saved.shares
-        state = {key: shares[f"recipe.{name}.{key}"].only for key in gather.recipe.state}
-        if state and name not in saved.said["due"]:
-            gather.recipe.rewind(state)
         return state
 
     def _check_values(self, saved: Saved) -> None:

@@ -27,11 +27,12 @@ from zerocast.costs.counted_launches import CountingBackend, Work
 from zerocast.costs.one_of_many import OneOfMany
 from zerocast.layout import Owners, round_up
 from zerocast.numerics import Backend, Masters
+from zerocast.optim.buckets import BUCKET_SIZE
 from zerocast.optim.gradient_rounds import BUFFER_BYTES, buffer_sizes, cut_rounds
 from zerocast.optim.gradients import flag_bytes
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.matrix_owners import MatrixOwners
-from zerocast.optim.shards import BUCKET_SIZE, ShardedWeights
+from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import Weight, storage_kind
 from zerocast.tensors.cast_steps import CastSteps
 

@@ -236,7 +236,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
             # Dictionaries hold plain tensors, for any model and any checkpoint format.
             destination[name] = as_plain(destination[name])
         if WEIGHT_STATE in self._buffers:
-            destination[prefix + WEIGHT_STATE] = state_to_save(self.weight, self.amax_group)
+            destination[prefix + WEIGHT_STATE] = state_to_save(self.weight)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any

@@ -22,7 +22,6 @@ from zerocast.errors import InputError
 from zerocast.recipes import recipe_to_values
 from zerocast.sharded import MasterWeight
 from zerocast.sharded.all_gather import gather_of
-from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.placement import is_sharded, replicated_like, to_local
 from zerocast.sharded.state import check_saved_state
 
@@ -98,27 +97,26 @@ def reserve_state(layer: torch.nn.Linear) -> None:
     layer.register_buffer(WEIGHT_STATE, empty)
 
 
-def state_to_save(weight: torch.Tensor, group: AmaxGroup | None) -> torch.Tensor:
-    """Return the recipe's state of a master, of an amax ``group`` or none, as one tensor for a
-    state dict that holds the master, too.
+def state_to_save(weight: torch.Tensor) -> torch.Tensor:
+    """Return the recipe's state of a master, and whether its cast is due, as one tensor for a state
+    dict that holds the master, too.
     """
     master = to_local(weight)
     assert isinstance(master, MasterWeight)
     gather = master.low_bit_all_gather
-    is_due = gather.is_due(master.value) or (group is not None and group.is_due)
-    owner = {"recipe": recipe_to_values(gather.recipe)}
-    return replicated_like([weight], pack(owner, gather.state_before_cast(is_due=is_due)))
+    is_due = int(gather.is_due(master.value))  # of one length in JSON
+    owner = {"recipe": recipe_to_values(gather.recipe), "is_due": is_due}
+    return replicated_like([weight], pack(owner, gather.state))
 
 
-def state_to_load(weight: torch.Tensor, saved: object) -> dict[str, torch.Tensor]:
-    """Return the tensors of what :func:`state_to_save` returned; none for a weight that is not a
-    master.
+def state_to_load(weight: torch.Tensor, saved: object) -> SavedState:
+    """Return what :func:`state_to_save` was given; nothing for a weight that is not a master.
 
     Raises:
         InputError: if it was saved under another recipe, or is no state that casts leave.
     """
     if (gather := gather_of(weight)) is None:
-        return {}
+        return SavedState({}, {})
     owner, tensors = unpack(saved, gather.name)
     remedy = (
         "convert with the recipe that it was saved under, or take the layer's 'weight_state' out "
@@ -126,12 +124,14 @@ def state_to_load(weight: torch.Tensor, saved: object) -> dict[str, torch.Tensor
     )
     recipe, own = gather.recipe, gather.state
     check_saved_state(gather.name, recipe, own, owner.get("recipe"), tensors, remedy)
-    return tensors
+    return SavedState(owner, tensors)
 
 
-def load_saved_state(weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_saved_state(weight: torch.Tensor, state: SavedState) -> None:
     """Resume from what :func:`state_to_load` returned; do nothing for a weight that is not a
     master.
     """
     if (gather := gather_of(weight)) is not None:
-        gather.load_state(tensors)
+        master: Any = to_local(weight)
+        is_due = bool(state.owner.get("is_due", True))
+        gather.load_state(state.tensors, master.value, is_due=is_due)

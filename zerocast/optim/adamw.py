@@ -30,6 +30,7 @@ from zerocast.numerics import AdamWNumbers, AdamWUpdate
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.sharded.updates import update_masters
+from zerocast.tensors import QuantizedTensor
 from zerocast.untraced import untraced
 
 _FULFILLED: dict[str, tuple[object, ...]] = {
@@ -67,7 +68,8 @@ class FusedAdamW(torch.optim.Optimizer):
         plan: the cast whose masters are updated, or None.
 
     Raises:
-        InputError: for an option out of its range, or one that torch does not have.
+        InputError: for an option out of its range, or one that torch does not have; for a weight
+            that FSDP2 has gathered.
         UnsupportedError: for one of torch's that is not fulfilled.
     """
 
@@ -96,12 +98,20 @@ class FusedAdamW(torch.optim.Optimizer):
         """Add a group, as torch does.
 
         Raises:
-            InputError, UnsupportedError: as the optimizer, for the group's own options.
+            InputError, UnsupportedError: as the optimizer, for the group's own options; for a
+                weight that FSDP2 has gathered.
         """
         _check_others({name: param_group[name] for name in _FULFILLED if name in param_group})
         _check_options({**self.defaults, **param_group})
         param_group.update(_AS_TORCH)
         super().add_param_group(param_group)
+        for param in param_group["params"]:
+            if isinstance(param, QuantizedTensor) and param.quantized_storage.gathered_from:
+                raise InputError(
+                    f"FusedAdamW must step masters, got {param.quantized_storage.gathered_from} as "
+                    f"FSDP2 has gathered it for a forward; call model.reshard() before the "
+                    f"optimizer is made."
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

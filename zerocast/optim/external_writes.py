@@ -2,18 +2,22 @@
 them.
 
 A step makes the weights from the masters, so a write in between (the model's ``load_state_dict``,
-``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. The
-write of a plain weight changes torch's version counter, that of a quantized one its own counter,
-which counts every write except one through a buffer that was taken out of the weight. Where an
-element of a plain weight still is the rounding of its master, the master stays. A quantized weight
-keeps the value that was copied into it, so its master starts from that and not from its rounding.
+``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. A
+quantized weight counts its writes, but for those through a buffer that was taken out of it. A plain
+one is written where the digest of its bytes is not that of what the optimizer has published: torch
+does not count writes through ``.data``. Where an element of it still is the rounding of its master,
+the master stays. A quantized weight keeps the value that was copied into it, so its master starts
+from that and not from its rounding.
 
 Ranks must hold the same values when masters are taken from them, each rank its shard. Ranks compare
 these values only where any rank has found a write, which they learn from the reduce-scatter of
-gradients; so a step without such writes costs nothing more.
+gradients; so a step without such writes costs no more than two readings of the plain weights. On a
+GPU the host does not wait for the digests: masters of plain weights start again where the device
+finds them to differ, and ranks are not compared.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import compress
 
 import torch
 
@@ -22,7 +26,7 @@ from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import value_digests
 from zerocast.tensors import CastVersion
-from zerocast.tensors.digest import digest
+from zerocast.tensors.digest import RepeatedDigests, digest
 
 
 class ExternalWrites:
@@ -37,51 +41,61 @@ class ExternalWrites:
     def __init__(self, shards: ShardedWeights, casts: Callable[[], int]) -> None:
         self._shards, self._casts = shards, casts
         self._found: set[int] = set()
-        weights = list(enumerate(shards.weights))
-        self._plain = [i for i, weight in weights if weight.storage is None]
-        self._versions = dict.fromkeys(range(len(weights)), 0)
+        self._versions = {i: 0 for i, weight in enumerate(shards.weights) if weight.kind.is_codes}
         self._others: int | None = None  # of all writes those that are no casts of the optimizer's
         self._settled: int | None = None  # the same when all versions were read
+        plain = [v for b in shards.buckets if not b.kind.is_codes for v in b.plain_values]
+        self._plain, self._digests = shards.plain, RepeatedDigests(plain) if plain else None
+        self._published = torch.zeros(len(plain), dtype=torch.int64, device=shards.masters.device)
         for weight in shards.weights:
             if weight.storage is not None:
                 weight.storage.keeps_source = True
         self.settle()
 
-    def look(self) -> bool:
-        """Return whether a weight was written on this rank whose new value is not settled."""
-        places: Sequence[int] = self._plain
+    def look(self, *, waits: bool = True) -> bool:
+        """Return whether a weight was written on this rank whose new value is not settled. On a GPU
+        the answer of plain weights is waited for, or without ``waits`` left to :meth:`take`.
+        """
         others = self._count_others()
         if others != self._others:
-            self._others, places = others, range(len(self._versions))
-        self._found.update(i for i in places if self._version(i) != self._versions[i])
+            self._others = others
+            self._found.update(i for i, v in self._versions.items() if self._version(i) != v)
+        if self._digests is not None:
+            self._differ = self._digests.take() != self._published
+            if waits:
+                self._found.update(compress(self._plain, self._differ.tolist()))
         return bool(self._found)
 
     def _count_others(self) -> int:
         return CastVersion.all_writes - self._casts()
 
     def _version(self, index: int) -> int:
-        """A number that changes with every write of a weight that is no cast of the optimizer's."""
-        weight = self._shards.weights[index]
-        return weight.version - (0 if weight.storage is None else self._casts())
+        """A number that changes with every write of a quantized weight that is no cast of the
+        optimizer's.
+        """
+        storage = self._shards.weights[index].storage
+        assert storage is not None
+        return storage.version - self._casts()
 
     def mark(self, indices: Iterable[int]) -> None:
-        """Let these weights count as written."""
-        self._found.update(indices)
+        """Let these weights count as written, but for plain ones, whose bytes tell."""
+        self._found.update(i for i in indices if i in self._versions)
 
     def take(self) -> None:
-        """Start the masters of what was written here again from this rank's values.
+        """Start the masters of what :meth:`look` has found here again from this rank's values.
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph, whose replays would do it again.
         """
-        if not self.look():
-            return
-        if self._shards.masters.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        is_cpu = self._shards.masters.device.type == "cpu"
+        if self._found and not is_cpu and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a CUDA graph cannot hold the step after weights were written, which starts their "
                 "masters again; make one step before the capture."
             )
-        self._shards.restart_masters(sorted(self._found))
+        self._shards.restart_masters(sorted(self._found & self._versions.keys()))
+        if self._digests is not None and not (is_cpu and self._found.isdisjoint(self._plain)):
+            self._shards.restart_plain_masters(self._differ)
 
     def settle(self) -> None:
         """Forget what was found: the weights have just been made from the masters."""
@@ -89,10 +103,11 @@ class ExternalWrites:
             self._forget_init_value(i)
         self._found.clear()
         self._others = self._count_others()
-        is_same = self._others == self._settled
-        places = self._plain if is_same else range(len(self._versions))
-        self._versions.update((i, self._version(i)) for i in places)
+        if self._others != self._settled:
+            self._versions.update((i, self._version(i)) for i in self._versions)
         self._settled = self._others
+        if self._digests is not None:
+            self._published.copy_(self._digests.take())
 
     def agree_and_take(self) -> None:
         """Call :meth:`agree` where any rank has found something, then :meth:`take`. Collective."""
@@ -102,7 +117,7 @@ class ExternalWrites:
         self.take()
 
     def agree(self) -> None:
-        """Let all ranks find the same writes. Collective.
+        """Let all ranks find the same writes, after :meth:`look`. Collective.
 
         A weight that has the same values on all ranks, and was not written on some, has not changed
         (one rank's weights were broadcast). Where only some ranks keep the value that was copied
@@ -111,7 +126,6 @@ class ExternalWrites:
         Raises:
             RankMismatchError: on every rank, where ranks hold different values.
         """
-        self.look()
         weights = self._shards.weights
         kept = [weight.init_value for weight in weights]
         sources = [None if value is None else int(digest(value)) for value in kept]
@@ -127,7 +141,7 @@ class ExternalWrites:
                     "every rank (model.load_state_dict on all, or a broadcast), or call "
                     "optimizer.load_state_dict afterwards, which takes masters from its state."
                 )
-            if False in were_written:
+            if False in were_written and i in self._versions:
                 self._found.discard(i)
                 self._versions[i] = self._version(i)
             if len(found_sources) > 1:

@@ -24,7 +24,8 @@ import torch
 from zerocast.comm import Communicator
 from zerocast.comm.communicator import Wait
 from zerocast.layout.block_grid import round_up
-from zerocast.optim.shards import Bucket, ShardedWeights
+from zerocast.optim.buckets import Bucket
+from zerocast.optim.shards import ShardedWeights
 
 BUFFER_BYTES = 1 << 25
 """Bytes of a round's buffer, where rounds may be cut: 32 MiB, past which messages move no

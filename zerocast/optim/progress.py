@@ -32,6 +32,9 @@ _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
 LARGEST_STEP = 2**31 - 4
 """The largest number of a step."""
 
+_WRITTEN = LARGEST_STEP + 2
+"""What a rank says in place of the number where other code has written weights."""
+
 
 class Progress:
     """Counts the steps of an optimizer and knows whether the weights are those of the masters.
@@ -137,8 +140,10 @@ class Progress:
         options = option_lines(param_groups)
         digest = zlib.crc32(f"{options}".encode())
         place = self._number << 32 | self.steps
-        gradients.reduce_mean([error is not None, self.writes.look(), place, digest])
-        if gradients.reduced.device.type == "cpu":
+        is_cpu = gradients.reduced.device.type == "cpu"
+        is_written = self.writes.look(waits=is_cpu)
+        gradients.reduce_mean([error is not None, is_written, place, digest])
+        if is_cpu:
             failed, written, places, digests, _ = map(list, zip(*gradients.notes(), strict=True))
             if any(failed):
                 raise_together(self._shards.comm, error)
@@ -175,13 +180,17 @@ class Progress:
         Raises:
             InputError: where they are no longer the weights' gradients, or a weight has moved. On
                 every rank, or on a GPU on the ranks that see it.
-            RankMismatchError: on every rank of a CPU, where ranks give the step different numbers.
+            RankMismatchError: on every rank of a CPU, where ranks give the step different numbers,
+                or hold different values in weights that other code wrote.
         """
         error = error or gradients.changed() or self._shards.moved_weight()
-        if gradients.reduced.device.type == "cpu":
+        is_cpu = gradients.reduced.device.type == "cpu"
+        is_written = self.writes.look(waits=is_cpu)
+        if is_cpu:
             comm = self._shards.comm
-            if not agree(comm, self._number, error):
+            if not agree(comm, _WRITTEN if is_written else self._number, error) or is_written:
                 _check_numbers(comm.all_gather_object(self._number))
+                self.writes.agree()
         elif error is not None:
             raise error
         self.writes.take()

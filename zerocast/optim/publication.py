@@ -1,6 +1,6 @@
 """Publication: makes all ranks' weights from FP32 columns, of which each rank has its own."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -10,9 +10,11 @@ from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.adamw import FusedAdamW
+from zerocast.optim.param_groups import Param
 from zerocast.optim.shards import ShardedWeights
 from zerocast.tensors.digest import TakenDigests
 from zerocast.tensors.storage import counted_by_torch
+from zerocast.verification import verify as compare
 
 _GATHER = "all-gather"
 """The name, in errors for readers of a weight, of what is unfinished from its cast until its codes
@@ -28,10 +30,12 @@ class Publication:
         verify: as for :class:`zerocast.CastPlan`.
         optimizer: who steps the masters: :class:`FusedAdamW` measures them for the cast as it does.
         overlap_cast: whether a bucket of codes travels while the next is cast.
+        frozen: parameters that are not stepped, which ``verify`` compares, too.
 
     Raises:
         InputError: on every rank, for another ``verify``, or one without quantized weights.
-        RankMismatchError: on every rank, where ranks differ in anything that a cast depends on.
+        RankMismatchError: on every rank, where ranks differ in anything that a cast depends on, or
+            with ``verify`` in ``frozen``.
     """
 
     def __init__(
@@ -41,8 +45,12 @@ class Publication:
         optimizer: torch.optim.Optimizer,
         *,
         overlap_cast: bool,
+        frozen: Sequence[Param] = (),
     ) -> None:
         self._shards = shards
+        self._frozen = frozen if check_mode(verify) != "off" else ()
+        if verify != "off":
+            compare(frozen, shards.comm)
         # By place this rank's master of each quantized weight, which the plan alone has; None where
         # it owns nothing.
         self._masters = {
@@ -82,7 +90,7 @@ class Publication:
                 for bucket in shown:
                     bucket.takes_digests = True
                 self._plan.take_digests_of_own([place[i] for b in shown for i in b.members])
-        elif check_mode(verify) != "off":
+        elif verify != "off":
             raise InputError(
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "
                 f"call zerocast.nn.convert first, or leave it out."
@@ -145,6 +153,8 @@ class Publication:
         if self._plan is not None and self._verified != self._plan.step:
             taken, self._taken = self._taken, []
             self._plan.verify(taken)
+            if self._frozen:
+                compare(self._frozen, self._shards.comm)
             self._verified = self._plan.step  # not where ranks differ: the next call raises again
 
     def _compute_scale(self, compute_scale: Callable[[], None]) -> None:

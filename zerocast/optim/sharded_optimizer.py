@@ -76,9 +76,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._shards.master(index), self._shards.own[index].extent
 
     def mark_written(self, params: Iterable[torch.Tensor]) -> None:
-        """Say that these parameters were written in a way that torch does not count: through
-        ``.data`` of a plain weight, or into a buffer that was taken out of a quantized one. The
-        next step starts their masters again. Call it on every rank.
+        """Say that these quantized weights were written through a buffer that was taken out of
+        them. The next step starts their masters again. Call it on every rank.
 
         Raises:
             InputError: where one is not a trainable parameter of the optimizer.
@@ -164,7 +163,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if (error := self._progress.unfinished_error("state_dict")) is not None:
             raise error
-        self._progress.writes.take()
+        if self._progress.writes.look():
+            self._progress.writes.take()
         self._inner.exchange_options(self.param_groups)
         averages, steps = self._averages.values(), self._progress.steps
         return save(self._shards, self._inner, self.param_groups, averages, steps)

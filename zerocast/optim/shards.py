@@ -2,12 +2,13 @@
 
 Note: columns
 ~~~~~~~~~~~~~
-Weights of one storage kind lie end to end in one flat buffer or in several (a :class:`Bucket`; one
-buffer for each plane of codes), of which each rank owns one equal, contiguous range; a weight's
-codes are a view into it, so the cast writes a byte where the all-gather moves it. What a rank owns
-of all buckets, one range after the other, are its *columns*: its masters are one FP32 tensor
-[columns], and so are its reduced gradients. Every rank has as many columns, so a gradient buffer is
-a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
+Weights of one storage kind lie end to end in one flat buffer or in several (each in a
+:class:`zerocast.optim.buckets.Bucket`, one buffer for each plane of codes), of which each rank owns
+one equal, contiguous range; a weight's codes are a view into it, so the cast writes a byte where
+the all-gather moves it. What a rank owns of all buckets, one range after the other, are its
+*columns*: its masters are one FP32 tensor [columns], and so are its reduced gradients. Every rank
+has as many columns, so a gradient buffer is a matrix [ranks, columns] and one reduce-scatter serves
+all kinds of weights::
 
     bucket of 4-bit codes   |  rank 0  |  rank 1  |        bucket of BF16   | rank 0 | rank 1 |
                                  |          |                                   |        |
@@ -15,129 +16,22 @@ a matrix [ranks, columns] and one reduce-scatter serves all kinds of weights::
     columns of rank 1       [  4-bit   | BF16  ]  <--------------------------------------+
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from zerocast.arguments import check_flag
-from zerocast.cast.copied_digests import CopiesInPlace
 from zerocast.cast.flat_plan import allocate_together, lay_together
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
+from zerocast.optim.buckets import BUCKET_SIZE, Bucket, Shard, fill_buckets
 from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.places import Places
-from zerocast.optim.weights import StorageKind, Weight, restart_master
-from zerocast.tensors import QuantizedStorage, QuantizedTensor, replace_raw_data
+from zerocast.optim.weights import Weight, restart_master, restart_plain_master
+from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.digest import TakenDigests
-
-BUCKET_SIZE = 1 << 23
-"""Elements of a bucket that is waited for by itself: 4 MiB of 4-bit codes. In larger ones the first
-layers wait for codes of later ones; smaller ones are bound by latency."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one rank owns of one weight.
-
-    Attributes:
-        extent: the elements of the weight, possibly none.
-        columns: where they stand in the rank's columns.
-    """
-
-    extent: Extent
-    columns: slice
-
-
-class Bucket:
-    """Weights of one storage kind, end to end.
-
-    Attributes:
-        kind: how they are stored.
-        members: their places in the optimizer's list of weights.
-        layout: where each lies and who owns what, in elements.
-        first_column: where the owner's range begins in its columns.
-        sizes: the entries of each of :attr:`flats`.
-        flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``; of the buckets
-            that hold codes all in one allocation.
-        pending: what uses of the weights wait for; None where the step does.
-        copies: by buffer of codes what copies its parts, where the transport lets it.
-        takes_digests: whether digests are taken on the way.
-    """
-
-    def __init__(
-        self,
-        kind: StorageKind,
-        members: Sequence[int],
-        weights: Sequence[Weight],
-        comm: Communicator,
-        first_column: int,
-    ) -> None:
-        self.kind = kind
-        self.pending: PendingAllGather | None = None
-        self.takes_digests = False
-        self.members = members
-        self.layout = FlatLayout(
-            tuple(weights[i].param.numel() for i in members), comm.size, kind.alignment
-        )
-        self.first_column = first_column
-        self.sizes = [kind.entries(self.layout.numel)] * kind.planes
-        self.flats: list[torch.Tensor] = []
-        self.copies = [self._copies() for _ in self.sizes]
-
-    def shards(self, rank: int) -> list[Shard]:
-        """Return what ``rank`` owns of each member."""
-        first, places = self.first_column, self.layout.shard_slices(rank)
-        return [
-            Shard(extent, slice(first + place.start, first + place.stop))
-            for extent, place in zip(self.layout.shards(rank), places, strict=True)
-        ]
-
-    def adopt(self, weights: Sequence[Weight]) -> None:
-        """Move the members into :attr:`flats`, values kept."""
-        for i, extent in zip(self.members, self.layout.weight_extents(), strict=True):
-            param = weights[i].param
-            entries = slice(self.kind.entries(extent.start), self.kind.entries(extent.end))
-            places = [flat[entries] for flat in self.flats]
-            if isinstance(param, QuantizedTensor):
-                replace_raw_data(param, *places)
-            else:
-                places[0].copy_(param.detach().reshape(-1))
-                param.data = _with_own_storage(places[0]).view(param.shape)
-
-    def store(self, rank: int, masters: torch.Tensor) -> None:
-        """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
-        own = masters[self.first_column :][: self.layout.rank_numel]
-        self.flats[0].view(self.layout.world_size, -1)[rank].copy_(own)
-
-    def all_gather(self, comm: Communicator) -> None:
-        """Gather every rank's range on every rank: in place, one collective a buffer. Where uses
-        of the weights wait it is only begun.
-        """
-        if self.pending is not None:
-            self.pending.begin(map(comm.start_all_gather_, self.flats))
-            return
-        for flat, copies in zip(self.flats, self.copies, strict=True):
-            if copies is None:
-                comm.all_gather_(flat)
-            else:
-                parts = copies.begin(flat, takes_digests=self.takes_digests)
-                comm.start_all_gather_by(flat, None, parts)()
-
-    def _copies(self) -> CopiesInPlace | None:
-        """What copies codes from other ranks, but for what pads them."""
-        if not self.kind.is_codes:
-            return None
-        entries = self.kind.entries
-        ranges: list[list[tuple[slice, int]]] = [[] for _ in range(self.layout.world_size)]
-        for extent in self.layout.weight_extents():
-            for owner, part in self.layout.owners(extent):
-                at = slice(entries(part.start), entries(part.end))
-                ranges[owner].append((at, at.start - entries(extent.start)))
-        return CopiesInPlace(ranges)
 
 
 class ShardedWeights:
@@ -219,17 +113,35 @@ class ShardedWeights:
         """Return this rank's master of one weight: FP32, flat, a view, empty where it owns none."""
         return self.masters[self.own[index].columns]
 
-    def restart_masters(self, indices: Iterable[int]) -> None:
-        """Let the masters of some weights start from the weights as they are: from the value that
-        a weight was made from, where it keeps that. A master whose rounding a plain weight holds
-        stays.
+    def restart_masters(self, coded: Iterable[int]) -> None:
+        """Let the masters of some quantized weights start from the weights as they are: from the
+        value that a weight was made from, where it keeps that.
         """
-        for i in indices:
+        for i in coded:
             if self.own[i].extent:
                 restart_master(self.weights[i], self.master(i), self.own[i].extent)
             if self.whole is not None and i in self.whole:
                 whole = self.whole[i].view(-1)
                 restart_master(self.weights[i], whole, Extent(0, whole.numel()))
+
+    def restart_plain_masters(self, is_written: torch.Tensor) -> None:
+        """Let the masters of those plain weights that are written, bool [len(plain)], start from
+        the weights as they are. A master whose rounding a weight holds stays.
+        """
+        buckets = [bucket for bucket in self.buckets if not bucket.kind.is_codes]
+        each = is_written.split([len(bucket.members) for bucket in buckets])
+        for bucket, flags in zip(buckets, each, strict=True):
+            bucket.restart(self.comm.rank, self.masters, flags)
+        if self.whole is not None:
+            for i, flag in zip(self.plain, is_written, strict=True):
+                if i in self.whole:
+                    values = self.weights[i].param.detach().view(-1)
+                    restart_plain_master(self.whole[i].view(-1), values, flag)
+
+    @property
+    def plain(self) -> list[int]:
+        """The places of plain weights, in the order of their buckets."""
+        return [i for b in self.buckets if not b.kind.is_codes for i in b.members]
 
     def adopt(self) -> None:
         """Move every weight into its bucket, and what else quantized ones hold together."""
@@ -338,36 +250,3 @@ class ShardedWeights:
         whole[own.extent.start : own.extent.end] = columns[own.columns]
         self.comm.all_gather_(whole, counts)
         return whole.view(self.weights[index].param.shape)
-
-
-def fill_buckets(
-    weights: Sequence[Weight], size: int | None
-) -> list[tuple[StorageKind, list[int]]]:
-    """Return the places of the weights of each bucket, in order, and how they are stored.
-
-    A bucket is closed as soon as it holds ``size`` elements; never where that is None. A weight
-    that fills one has it alone, so that no other waits for it: an embedding among biases. Plain
-    weights come first, so that a step that waits for them alone need not wait for codes.
-    """
-    buckets: list[tuple[StorageKind, list[int]]] = []
-    filling: dict[StorageKind, list[int]] = {}
-    held = Counter[StorageKind]()
-    for i, weight in enumerate(weights):
-        if size is not None and weight.param.numel() >= size:
-            buckets.append((weight.kind, [i]))
-            continue
-        if weight.kind not in filling:
-            filling[weight.kind] = []
-            buckets.append((weight.kind, filling[weight.kind]))
-        filling[weight.kind].append(i)
-        held[weight.kind] += weight.param.numel()
-        if size is not None and held[weight.kind] >= size:
-            del filling[weight.kind], held[weight.kind]
-    return sorted(buckets, key=lambda bucket: bucket[0].is_codes)
-
-
-def _with_own_storage(piece: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage is no more than that: programs that save
-    weights take tensors of one storage for copies of each other (safetensors, accelerate).
-    """
-    return torch.from_dlpack(piece) if piece.numel() else piece

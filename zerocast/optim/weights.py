@@ -89,11 +89,6 @@ class Weight:
         """The value that a quantized weight was made from, where it keeps that."""
         return self.storage.high_precision_init_val if self.storage else None
 
-    @property
-    def version(self) -> int:
-        """A number that changes with every write that is seen."""
-        return self.storage.version if self.storage else self.param._version
-
 
 def value_digests(weights: Sequence[Weight]) -> list[str]:
     """Return for each weight a text that is the same for the same value, under one recipe."""
@@ -109,16 +104,22 @@ def value_digests(weights: Sequence[Weight]) -> list[str]:
 
 
 def restart_master(weight: Weight, master: torch.Tensor, extent: Extent) -> None:
-    """Let ``master``, elements ``extent`` of a weight's, start from the weight as it is."""
+    """Let ``master``, elements ``extent`` of a quantized weight's, start from it as it is."""
     param, kept = weight.param, weight.init_value
-    if isinstance(param, QuantizedTensor):
-        values = param.dequantize(torch.float32) if kept is None else kept
-        master.copy_(values.reshape(-1)[extent.start : extent.end])
-    else:
-        values = param.detach().reshape(-1)[extent.start : extent.end]
-        bits = torch.int16 if values.itemsize == 2 else torch.int32
-        is_same = master.to(values.dtype).view(bits) == values.contiguous().view(bits)
-        master.copy_(torch.where(is_same, master, values.float()))
+    assert isinstance(param, QuantizedTensor)
+    values = param.dequantize(torch.float32) if kept is None else kept
+    master.copy_(values.reshape(-1)[extent.start : extent.end])
+
+
+def restart_plain_master(
+    master: torch.Tensor, values: torch.Tensor, is_written: torch.Tensor
+) -> None:
+    """Let elements of ``master`` start from ``values`` of plain weights, flat, where ``is_written``
+    and where ``values`` is not its rounding, bit for bit. No device is waited for.
+    """
+    bits = torch.int16 if values.itemsize == 2 else torch.int32
+    is_other = master.to(values.dtype).view(bits) != values.view(bits)
+    torch.where(is_other & is_written, values, master, out=master)
 
 
 def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:

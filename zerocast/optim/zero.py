@@ -46,6 +46,7 @@ from zerocast.arguments import check_flag
 from zerocast.cast.verified import VerifyMode
 from zerocast.comm import Attempt, Group, announcing, as_communicator, raising_together
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
+from zerocast.optim.buckets import BUCKET_SIZE
 from zerocast.optim.elementwise import check_shardable
 from zerocast.optim.found_inf import FoundInf
 from zerocast.optim.gradient_overlap import OverlappingReducer, release_gradients
@@ -56,7 +57,7 @@ from zerocast.optim.param_groups import Param, options, trainable_groups
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
-from zerocast.optim.shards import BUCKET_SIZE, ShardedWeights
+from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import check_same_optimizer, collect_weights
 from zerocast.untraced import untraced
 
@@ -117,6 +118,7 @@ class ZeroOptimizer(ShardedOptimizer):
         verify: as for :class:`zerocast.CastPlan`: "hash" or "full" compares quantized weights after
             each step; with ``overlap_all_gather`` when all are waited for, at the latest before the
             next step changes anything. A step that finds a fault leaves masters and state whole.
+            Frozen parameters in ``params`` are compared, too, and when the optimizer is made.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
@@ -128,7 +130,8 @@ class ZeroOptimizer(ShardedOptimizer):
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument on any; no weight has been
             touched.
-        RankMismatchError: on every rank, where ranks differ in weights, their order or options.
+        RankMismatchError: on every rank, where ranks differ in weights, their order or options; or
+            with ``verify`` in the values of frozen parameters.
     """
 
     on_phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -182,7 +185,9 @@ class ZeroOptimizer(ShardedOptimizer):
         )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
         self._shards.share_recipe_states()  # a plan is made of weights with equal states only
-        publication = Publication(self._shards, verify, self.inner, overlap_cast=overlap_cast)
+        publication = Publication(
+            self._shards, verify, self.inner, overlap_cast=overlap_cast, frozen=frozen
+        )
         self._publication = publication
         release_gradients(self._shards)
         reducer = OverlappingReducer if overlap_grad_reduce else GradientReducer
@@ -192,8 +197,10 @@ class ZeroOptimizer(ShardedOptimizer):
         self._averages, self._user_code, self._is_complete = {}, Attempt(), True
 
         # From here on weights change: whatever can be refused has been.
-        self._shards.restart_masters(range(len(self._shards.weights)))
+        self._shards.restart_masters(i for i, w in enumerate(weights) if w.kind.is_codes)
         self._shards.adopt()
+        are_new = torch.ones(len(self._shards.plain), dtype=torch.bool, device=device)
+        self._shards.restart_plain_masters(are_new)
         if self._owners:
             self._owners.fetch_masters()
         self._publication.run()
@@ -226,7 +233,8 @@ class ZeroOptimizer(ShardedOptimizer):
                 on different ranks, or numbers of steps or options differ.
             UnfinishedStepError: on every rank, where the last step was left unfinished.
             VerificationError: on every rank, with ``verify``, where ranks hold other bytes than
-                were cast; masters and state are those of the step.
+                were cast; masters and state are those of the step. RankMismatchError then, where
+                they hold different frozen parameters.
             Exception: of ``closure`` or of the inner optimizer, on the ranks where it happened. On
                 a CPU the others raise a ZerocastError with its message; on a GPU they do not.
         """

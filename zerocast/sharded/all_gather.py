@@ -70,6 +70,7 @@ class LowBitAllGather:
         for_linear: whether the weight is that of a :class:`zerocast.nn.Linear`, which multiplies by
             codes. Any other module gets the value of the rowwise codes, as a plain tensor, and no
             others are cast or gathered.
+        is_copy: whether ``state`` is that after a cast of the master elsewhere.
 
     Attributes:
         state: by the names of :attr:`Recipe.state`, as the latest cast left it.
@@ -96,6 +97,7 @@ class LowBitAllGather:
         name: str,
         state: State | None = None,
         for_linear: bool = True,
+        is_copy: bool = False,
     ) -> None:
         self.for_linear = for_linear
         self.shape = check_shape("shape", shape)
@@ -104,6 +106,7 @@ class LowBitAllGather:
         self.state = fresh_state(recipe) if state is None else state
         self.codes = CodesState.NONE
         self.cast_values = CastValues()
+        self.cast_values.are_loaded = is_copy
         self.is_gathered = False
         self.is_settled = False
         self.kept: QuantizedStorage | None = None
@@ -113,15 +116,17 @@ class LowBitAllGather:
 
     def copy_for(self, master: torch.Tensor) -> LowBitAllGather:
         """Return one for a copy of ``master``, without codes: its first cast makes those that
-        ``master`` has.
+        ``master`` has, or if either is written before, those that its next cast makes.
         """
-        state = self.state_before_cast(is_due=self.is_due(master))
-        copy = LowBitAllGather(self.shape, self.recipe, self.name, state, self.for_linear)
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        is_copy = bool(state) and not self.is_due(master)
+        copy = LowBitAllGather(self.shape, self.recipe, self.name, state, self.for_linear, is_copy)
         copy.is_gathered, copy.verify = self.is_gathered, self.verify
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LowBitAllGather, (self.shape, self.recipe, self.name, self.state, self.for_linear)
+        given = self.shape, self.recipe, self.name, self.state, self.for_linear
+        return LowBitAllGather, (*given, self.cast_values.are_loaded)
 
     # --- the parameter ---
 
@@ -157,22 +162,18 @@ class LowBitAllGather:
 
     # --- the recipe's state ---
 
-    def state_before_cast(self, *, is_due: bool) -> State:
-        """Return a copy of ``state`` from which the cast of the master as it is starts; ``is_due``
-        says whether that is still to be made.
-        """
-        copy = {name: tensor.clone() for name, tensor in self.state.items()}
-        if copy and not is_due:
-            self.recipe.rewind(copy)
-        return copy
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Resume from what :meth:`state_before_cast` returned, and
-        :func:`zerocast.sharded.state.check_state` has found right; a cast is due then.
+    def load_state(
+        self, state: Mapping[str, torch.Tensor], master: torch.Tensor, *, is_due: bool
+    ) -> None:
+        """Resume from a ``state`` that :func:`zerocast.sharded.state.check_state` has found right:
+        that before the cast of ``master``, this rank's rows, where it ``is_due``, or after it.
         """
         for name, tensor in self.state.items():
             tensor.copy_(state[name])
         self.cast_values.forget()
+        self.is_settled = False
+        if self.state and not (is_due or master.is_meta):
+            self.cast_values.set_to(master, are_loaded=True)
 
     def is_due(self, master: torch.Tensor) -> bool:
         """Say whether this rank has written ``master``, its rows, since the latest cast."""
@@ -190,7 +191,8 @@ class LowBitAllGather:
         self, comm: Communicator, dtype: torch.dtype, device: torch.device, *, is_due: bool
     ) -> bool:
         """Make ``shards`` for these ranks, this nominal dtype and device unless they are; return
-        whether they are new. ``is_due`` says whether the master was written since its latest cast.
+        whether they are to be filled, being new, or of another master than was loaded. ``is_due``
+        says whether the master was written since its latest cast, which is repeated otherwise.
 
         Raises:
             InputError: if tensor-parallel shards begin or end inside a block.
@@ -198,7 +200,9 @@ class LowBitAllGather:
         """
         old, tp_shard = self._shards, self.tp_shard
         wanted = comm, dtype, device, tp_shard
-        if old and (old.comm, old.dtype, old.storage.device, old.storage.tp_shard) == wanted:
+        held = old and (old.comm, old.dtype, old.storage.device, old.storage.tp_shard)
+        is_new = held != wanted
+        if not (is_new or self.cast_values.are_loaded):
             return False
         if dtype not in NOMINAL_DTYPES:
             raise UnsupportedError(
@@ -207,13 +211,15 @@ class LowBitAllGather:
             )
         if tp_shard is not None:
             check_tp_boundaries(self.name, tp_shard, self.recipe, columnwise=self.for_linear)
-        state = self.state_before_cast(is_due=is_due)
-        self.state = {name: tensor.to(device) for name, tensor in state.items()}
-        self._shards = AllGatherInput(
-            self.shape, self.recipe, self.state, comm, dtype, device,
-            columnwise=self.for_linear, tp_shard=tp_shard,
-        )  # fmt: skip
-        self.codes, self.kept, self.latest = CodesState.CAST, None, None
+        if is_new:
+            self.state = {name: t.clone().to(device) for name, t in self.state.items()}
+            self._shards = AllGatherInput(
+                self.shape, self.recipe, self.state, comm, dtype, device,
+                columnwise=self.for_linear, tp_shard=tp_shard,
+            )  # fmt: skip
+            self.codes, self.kept, self.latest = CodesState.CAST, None, None
+        if self.state and not is_due:
+            self.recipe.rewind(self.state)
         self.cast_values.forget()
         return True
 

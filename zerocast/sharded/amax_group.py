@@ -74,11 +74,6 @@ class AmaxGroup:
         for layer in self.layers:
             vars(layer)["amax_group"] = None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether this rank has written any of the masters since their latest cast."""
-        return any(gather.is_due(gather.master) for gather in self.members())
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the layers, for copies and pickles."""
         return {"layers": self.layers, "_members": {}, "dissolves": self.dissolves}

@@ -59,14 +59,17 @@ def cast_group_of(
 # --- when a cast is due, and making it ---
 
 
-def _written_groups(cast_groups: Sequence[CastGroup], comms: Sequence[Communicator]) -> list[bool]:
+def _written_groups(
+    cast_groups: Sequence[CastGroup], comms: Sequence[Communicator], device: torch.device
+) -> list[bool]:
     """Say of each group whether any rank has written one of its masters since their latest cast,
     seen by torch or not.
 
     Collective over ``comms``, for each group the ranks that share its weights, and over those that
-    hold tensor-parallel shards of them: one small all-reduce for each of these communicators.
+    hold tensor-parallel shards of them: one small all-reduce for each of these communicators, on
+    the ``device`` of the codes.
     """
-    votes = torch.stack([_vote(cast_group) for cast_group in cast_groups])
+    votes = torch.stack([_vote(cast_group, device) for cast_group in cast_groups])
     tp_comms = [
         [tp_shard.require_comm() for gather in group if (tp_shard := gather.tp_shard) is not None]
         for group in cast_groups
@@ -80,25 +83,26 @@ def _written_groups(cast_groups: Sequence[CastGroup], comms: Sequence[Communicat
     return votes.bool().tolist()
 
 
-def _vote(cast_group: CastGroup) -> torch.Tensor:
-    """Return int32 [] on the device of the codes: 1 if this rank has written one of the masters."""
-    device = cast_group[0].shards.storage.device
+def _vote(cast_group: CastGroup, device: torch.device) -> torch.Tensor:
+    """Return int32 [] on ``device``: 1 if this rank has written one of the masters."""
     written = [gather.cast_values.differ_from(gather.master).to(device) for gather in cast_group]
     return torch.stack(written).amax()
 
 
-def _is_due_anywhere(gather: LowBitAllGather, cast_group: CastGroup, comm: Communicator) -> bool:
+def _is_due_anywhere(
+    gather: LowBitAllGather, cast_group: CastGroup, comm: Communicator, device: torch.device
+) -> bool:
     """Say whether any rank of ``comm``, or of tensor parallelism, has written a master of
     ``cast_group`` since its latest cast; see the note above on when they are asked.
     """
     is_settled, gather.is_settled = gather.is_settled, False
     is_due = True
-    if all(member.codes is not CodesState.NONE for member in cast_group):
+    if all(each.codes is not CodesState.NONE or each.cast_values.are_loaded for each in cast_group):
         in_backward = torch._C._current_graph_task_id() != -1
         is_seen = not all(member.cast_values.are_in(member.master) for member in cast_group)
         if in_backward or (is_settled and not is_seen):
             return False
-        (is_due,) = _written_groups([cast_group], [comm])
+        (is_due,) = _written_groups([cast_group], [comm], device)
     for member in cast_group:
         member.is_settled = member is not gather
     return is_due
@@ -169,7 +173,7 @@ def codes_to_send(
     comm = as_communicator(group)
     with torch.inference_mode(False), announcing([comm]):  # buffers are for any mode
         _check_dtype(gather, cast_group, dtype)
-        is_due = _is_due_anywhere(gather, cast_group, comm)
+        is_due = _is_due_anywhere(gather, cast_group, comm, device)
         new = [member.prepare(comm, dtype, device, is_due=is_due) for member in cast_group]
         if is_due or any(new):
             _run_casts([cast_group])
@@ -229,9 +233,12 @@ def precompute_scales_for_fsdp(
     found = _cast_groups("precompute_scales_for_fsdp", model)
     cast_groups = [group for group in found if all(g.codes is not CodesState.NONE for g in group)]
     due = cast_groups
+    for gather in itertools.chain(*found) if not only_written else ():
+        gather.cast_values.are_loaded = False
     if only_written and cast_groups:
         comms = [cast_group[0].shards.comm for cast_group in cast_groups]
-        due = list(itertools.compress(cast_groups, _written_groups(cast_groups, comms)))
+        device = cast_groups[0][0].shards.storage.device
+        due = list(itertools.compress(cast_groups, _written_groups(cast_groups, comms, device)))
     if due:
         _run_casts(due, number or 0)
     for cast_group in due if len(due) > 1 else ():

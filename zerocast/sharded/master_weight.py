@@ -42,6 +42,9 @@ _COPIES = {
 """The operations, beside views, whose results are masters again: FSDP2 and ``Module`` make
 parameters from parameters by them."""
 
+_VALUES = _COPIES - {aten.empty_like.default, aten.new_zeros.default}
+"""Those of them whose results have the same values, in other memory or on another device."""
+
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
     aten.matmul.default, aten.embedding.default, aten.mv.default, aten.addmv.default,
@@ -91,6 +94,9 @@ class MasterWeight(torch.Tensor):
         if (func.is_view or func in _COPIES) and isinstance(first, MasterWeight):
             with inference_mode_of(first):
                 out = func(*plain_args, **plain_kwargs)
+                values = first.low_bit_all_gather.cast_values
+                if func in _VALUES and values.are_in(first.value):
+                    values.copied(first.value, out)
                 return tree_map_only(torch.Tensor, lambda piece: _piece(func, first, piece), out)
         out = func(*plain_args, **plain_kwargs)
         arguments = written_arguments(func, args, kwargs)
@@ -243,6 +249,8 @@ def restore(
             f"was not written by zerocast."
         )
     master = MasterWeight(value, gather)
+    if gather.cast_values.are_loaded:
+        gather.cast_values.set_to(value, are_loaded=True)
     if is_parameter:
         return torch.nn.Parameter(master, requires_grad)  # type: ignore[return-value]
     return master.requires_grad_(requires_grad)  # type: ignore[return-value]

@@ -1,10 +1,11 @@
 """Keeps the recipe state of a master, and the values that were cast, between casts.
 
 Delayed scaling keeps amaxes and scales, stochastic rounding counts its casts. Both change with
-every cast, and loading a checkpoint makes one, because codes are not saved. So what is saved is the
-state *before* the cast of the masters beside it: as it is if that cast is due, rewound by
-:meth:`Recipe.rewind` if it has been made. A run that resumes from there repeats the cast, or makes
-the one that was due, to the same codes and the same state, bit for bit, on any number of ranks.
+every cast, and codes are not saved. So the state is saved as it is, and whether the cast of the
+masters beside it is due. A run that resumes from there makes the cast that was due, or repeats the
+one that was made, from the state that :meth:`Recipe.rewind` gives; unless the masters are written
+before, which have the next cast then, as they had it without a stop. So it has the same codes and
+the same state, bit for bit, on any number of ranks. A copy of a master resumes in the same way.
 
 A cast is due if a master has other values than those that were cast (:class:`CastValues`).
 
@@ -84,6 +85,11 @@ class CastValues:
 
     A copy of cast values is no new value: FSDP2 moves rows into memory that it pads, on some ranks
     only. So the memory of such a copy is kept, too.
+
+    Attributes:
+        are_loaded: whether the values, and the state after their cast, were loaded or copied, and
+            no cast has made their codes here. They may be sharded before, so that a copy of some
+            rows is no new value, either.
     """
 
     def __init__(self) -> None:
@@ -94,6 +100,7 @@ class CastValues:
         self._counter: torch.Tensor | None = None  # a DTensor that counts writes, without memory
         self._counted = 0
         self._measured: tuple[StorageWeakRef, int, int] | None = None
+        self.are_loaded = False
 
     def are_in(self, tensor: torch.Tensor) -> bool:
         """Say whether ``tensor`` has the values that were cast last, but for writes unseen."""
@@ -107,14 +114,17 @@ class CastValues:
         """
         if self._digest is None or not self.are_in(tensor):
             return torch.ones((), dtype=torch.int32, device=tensor.device)
+        if self.are_loaded and (tensor.shape, tensor.dtype) != self._kind:  # some rows of it
+            return torch.zeros((), dtype=torch.int32, device=tensor.device)
         return (digest(tensor) != self._digest).to(torch.int32)
 
-    def set_to(self, tensor: torch.Tensor) -> None:
-        """Note that ``tensor`` has been cast."""
+    def set_to(self, tensor: torch.Tensor, *, are_loaded: bool = False) -> None:
+        """Note that ``tensor`` has been cast, here or where it was saved."""
         self._versions = {_memory(tensor): _version(tensor)}
         self._kind = tensor.shape, tensor.dtype
         self._digest = digest(tensor)
         self._counted, self._measured = self._count(), None
+        self.are_loaded = are_loaded
 
     def set_measured(self, tensor: torch.Tensor) -> None:
         """Note that an update has measured ``tensor`` for the next cast."""
@@ -134,7 +144,7 @@ class CastValues:
 
     def forget(self) -> None:
         """Note that no values have been cast, nor measured."""
-        self._versions, self._measured = {}, None
+        self._versions, self._measured, self.are_loaded = {}, None, False
 
     def written(self, tensor: torch.Tensor) -> None:
         """Note that an operation which torch does not count has written ``tensor``."""
@@ -146,7 +156,10 @@ class CastValues:
         copied, unrounded, from memory that has them.
         """
         kinds = {self._kind, (source.shape, source.dtype), (target.shape, target.dtype)}
-        if self.are_in(source) and len(kinds) == 1 and _memory(source) != _memory(target):
+        is_known = self.are_in(source) and len(kinds) == 1
+        if self.are_loaded and source.dtype == target.dtype:  # a piece has no count of writes
+            is_known = _memory(source) in self._versions
+        if is_known and _memory(source) != _memory(target):
             self._versions[_memory(target)] = _version(target)
             self._measured = None
         else:

@@ -61,14 +61,32 @@ def each_digest(
     """Return the digest of each tensor in one launch, int64 [len(tensors)]; all on one device, and
     at least one.
     """
-    device = tensors[0].device
-    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    ranges = [
-        DigestedBytes(tensor.detach().contiguous(), start * tensor.itemsize)
-        for tensor, start in zip(tensors, starts or [0] * len(tensors), strict=True)
-    ]
-    backend_for(device).digest(ranges, sums)()
-    return sums
+    return RepeatedDigests(tensors, starts).take()
+
+
+class RepeatedDigests:
+    """The digests of tensors that stay where they are, of which the launch is prepared once.
+
+    Args:
+        tensors, starts: as for :func:`each_digest`; a tensor that is not contiguous is copied here.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None
+    ) -> None:
+        device = tensors[0].device
+        self._sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
+        ranges = [
+            DigestedBytes(tensor.detach().contiguous(), start * tensor.itemsize)
+            for tensor, start in zip(tensors, starts or [0] * len(tensors), strict=True)
+        ]
+        self._launch = backend_for(device).digest(ranges, self._sums)
+
+    def take(self) -> torch.Tensor:
+        """Return the digest of each tensor as it is, int64 [len(tensors)], until the next call."""
+        clear_sums(self._sums)
+        self._launch()
+        return self._sums
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
