@@ -142,6 +142,33 @@ def check_weights_are_read(dialect: Dialect, entries: Sequence[Entry], source: S
             )
 
 
+def check_ties(model: torch.nn.Module) -> None:
+    """Check that a model of transformers ties its output layer to its embeddings if and only if its
+    configuration says so: servers go by that, and leave out what is stored of a tied one.
+
+    Raises:
+        InputError: where it does otherwise.
+    """
+    config: Any = getattr(model, "config", None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or not hasattr(config, "get_text_config"):
+        return
+    said = {
+        bool(getattr(each, "tie_word_embeddings", False))
+        for each in (config, config.get_text_config())
+    }
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    is_tied = getattr(head, "weight", None) is getattr(embeddings, "weight", None)
+    if is_tied not in said:
+        raise InputError(
+            f"the output layer of {type(model).__name__} "
+            f"{'shares' if is_tied else 'does not share'} the weight of its embeddings, and its "
+            f"configuration, by which servers go, says tie_word_embeddings={not is_tied}; set "
+            f"config.tie_word_embeddings={is_tied}, or tie or untie the layer before the "
+            f"optimizer is made."
+        )
+
+
 def plain_modules(
     model: torch.nn.Module, entries: Sequence[Entry], dialect: Dialect, names: Names
 ) -> dict[str, str]:
@@ -178,7 +205,9 @@ def _names(entry: Entry, dialect: Dialect) -> list[str]:
     """Return the names, in the checkpoint, of the module of a plain entry."""
     if not entry.experts:
         return [_module(entry.stored)]
-    own = entry.parts or projections(entry.stored, entry.shape)
+    is_alike = entry.stored.rpartition(".")[2] == entry.name.rpartition(".")[2]
+    fused = entry.stored if is_alike else entry.name  # or it is fused under another name
+    own = entry.parts or projections(fused, entry.shape)
     return [_module(each) for each in own] if dialect.matches_layers else [own[0].rsplit(".", 3)[0]]
 
 

@@ -229,7 +229,9 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
     taken: dict[str, str] = {}
     for entry in entries:
         name = checkpoint_name(names, entry.name)
-        parts = tuple(checkpoint_name(names, part) for part in entry.parts)
+        stays_fused = isinstance(names, Mapping) and entry.name in names
+        own = () if stays_fused else entry.parts
+        parts = tuple(checkpoint_name(names, part) for part in own)
         its_own = [*parts] or [name]
         if isinstance(name, str) and entry.recipe is not None:
             if dialect.of(name) != dialect.of(entry.name):

@@ -19,7 +19,8 @@ _SIDE = 12
 
 def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]) -> dict[str, str]:
     """Return the names that transformers gives to tensors in a checkpoint, by ours; of a source
-    that is no model of that package none.
+    that is no model of that package none. A stack that it leaves fused has a name itself, and none
+    of its projections.
 
     Args:
         source: a model, or what holds weights alone.
@@ -41,7 +42,7 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
         numbers = torch.arange(first, first + len(names), dtype=torch.float64, device="cpu")
         if names != [entry.name]:
             state[entry.name] = numbers.view(*entry.shape[:-2], -1, 1)
-        elif entry.tensor.dim() != 3:  # stacks that a checkpoint has fused keep their own name
+        elif not own[0].experts:  # stacks that a checkpoint has fused keep their own name
             state[entry.name] = numbers.expand((_SIDE,) * entry.tensor.dim())
         ours += names
     try:
@@ -51,10 +52,14 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
             f"transformers could not say what it calls the weights of {type(source).__name__} "
             f"({error}); give names=, a mapping or a function; {{}} keeps the model's own."
         ) from error
+    stacks = {int(state[each.name].flatten()[0]): each.name for each, own in parts if own[0].parts}
     found: dict[str, str] = {}
     for name, values in theirs.items():
         first = values.reshape(-1)[0]
-        mine = ours[int(first)]
+        mine, stack = ours[int(first)], stacks.get(int(first))
+        if stack is not None and values.numel() == state[stack].numel() > 1:
+            found[stack] = name
+            continue
         is_whole = values.numel() == (state[mine].numel() if mine in state else 1)
         if is_whole and bool((values == first).all()):
             found[mine] = name

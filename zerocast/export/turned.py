@@ -19,12 +19,18 @@ from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 
 def is_turned(source: Source, name: str) -> bool:
-    """Say whether a parameter of a module holds matrices as [in, out], as transformers says it. An
+    """Say whether a parameter of a module of experts holds matrices as [in, out]: its gate_up_proj
+    has then as many rows as its down_proj has columns, and twice as many if they are [out, in]. An
     optimizer or a plan does not know modules, so of its weights that is denied.
     """
     if not isinstance(source, torch.nn.Module):
         return False
-    return bool(getattr(source.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+    module = source.get_submodule(name.rpartition(".")[0])
+    both = [getattr(module, each, None) for each in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(each, torch.Tensor) and each.dim() > 2 for each in both):
+        return False
+    gate_up, down = (present(each).shape for each in both)
+    return bool(gate_up[-2] == down[-1])
 
 
 def turned_shape(shape: torch.Size) -> torch.Size:

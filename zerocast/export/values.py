@@ -26,14 +26,17 @@ def check_tensor_scale(name: str, dialect: Dialect, storage: QuantizedStorage) -
         )
 
 
-def check_finite(scales: Mapping[str, torch.Tensor]) -> None:
-    """Raise :class:`NonFiniteError` where a scale is a NaN, as that of a block with a NaN or an
-    infinity is.
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise :class:`NonFiniteError` where a value in high precision is not finite, or a scale is a
+    NaN, as that of a block with a NaN or an infinity is.
+
+    Args:
+        tensors: the values, or the scales of codes, by the names of their parameters.
     """
-    held = {name: each for name, each in scales.items() if each.numel()}
+    held = {name: each for name, each in tensors.items() if each.numel()}
     if not held:
         return
-    flags = torch.stack([_has_nan(each) for each in held.values()])
+    flags = torch.stack([_is_bad(each) for each in held.values()])
     for name, flag in zip(held, flags.tolist(), strict=True):
         if flag:
             raise NonFiniteError(
@@ -42,8 +45,8 @@ def check_finite(scales: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _has_nan(scales: torch.Tensor) -> torch.Tensor:
-    """Whether a scale is a NaN or an infinity.
+def _is_bad(scales: torch.Tensor) -> torch.Tensor:
+    """Whether a value or a scale is a NaN or an infinity.
 
     The codes of E4M3 and E8M0 scales, which have no sign, rise with their values, and a NaN's is
     above all: one fast pass finds the greatest.

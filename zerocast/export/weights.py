@@ -19,7 +19,7 @@ from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.export.amax_groups import AmaxGroups
-from zerocast.export.configuration import Configuration, check_weights_are_read
+from zerocast.export.configuration import Configuration, check_ties, check_weights_are_read
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
@@ -150,6 +150,8 @@ class Export:
             if torch.distributed.is_available() and isinstance(model, torch.nn.Module):
                 reshard(model)
             self._model = model = unwrapped(model)
+            if isinstance(model, torch.nn.Module):
+                check_ties(model)
             self._planned = planned_weights(model)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
@@ -353,16 +355,19 @@ class Export:
         parts = {entry.name: entry.tp_shard for entry in bucket if entry.tp_shard is not None}
         cast |= whole_weights({name: (cast.pop(name), part) for name, part in parts.items()})
         tensors: NamedTensors = {}
-        scales: dict[str, torch.Tensor] = {}
+        judged: dict[str, torch.Tensor] = {}  # scales, and values that stay as they are
         for entry in bucket:
             if entry.recipe is None:
-                tensors |= entry.named(whole(entry.tensor, entry.dtype))
+                value = whole(entry.tensor, entry.dtype)
+                tensors |= entry.named(value)
+                if isinstance(entry.tensor, torch.nn.Parameter) and value.is_floating_point():
+                    judged[entry.name] = value
                 continue
             storage, dialect = cast[entry.name], self.dialect.of(entry.name)
             check_tensor_scale(entry.name, dialect, storage)
             for part, tensor in dialect.encode(storage).items():
                 tensors[entry.stored_name(part)] = tensor
                 if part == dialect.scales:
-                    scales[entry.name] = tensor
-        check_finite(scales)
+                    judged[entry.name] = tensor
+        check_finite(judged)
         return tensors

@@ -1,0 +1,154 @@
+"""What stays in high precision has the names and the bytes of transformers' own checkpoints,
+whatever a model calls its parameters.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zerocast
+from tests.support.claims import message_of
+from tests.support.same_bytes import assert_same_bytes
+from zerocast.errors import InputError
+from zerocast.export import save_pretrained
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+TWO_OF_FOUR = {"num_experts_per_tok": 2, "num_local_experts": 4}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _gemma3():
+    """Beside its text model a vision tower with a parameter of three dimensions."""
+    config = transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**VISION).to_dict(),
+        text_config=transformers.Gemma3TextConfig(**TEXT).to_dict(),
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _linear_attention():
+    """Convolutions, a shared expert, and routed ones."""
+    own = {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention"],
+    }
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**TEXT, **own))
+
+
+def _granite():
+    """Experts that its checkpoints have fused, under another name."""
+    config = transformers.GraniteMoeConfig(**TEXT, **TWO_OF_FOUR)
+    return transformers.GraniteMoeForCausalLM(config)
+
+
+def _llama4():
+    """Experts of [in, out], which its checkpoints have so, too."""
+    own = {"intermediate_size_mlp": 128, "interleave_moe_layer_step": 1}
+    config = transformers.Llama4TextConfig(**TEXT, **TWO_OF_FOUR, **own)
+    return transformers.Llama4ForCausalLM(config)
+
+
+def _mixtral():
+    """Experts that its checkpoints have one by one, under other names."""
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TEXT, **TWO_OF_FOUR))
+
+
+def assert_plain_as_saved(model: torch.nn.Module, folder, include=()) -> None:
+    """Export ``model``; compare what is in BF16 with the files that transformers writes of it."""
+    modules = [name for name, _ in model.named_modules()]
+    kept = [part for part in ("lm_head", "vision_tower") if any(part in name for name in modules)]
+    model.save_pretrained(folder / "own")
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=kept, include=include)
+    save_pretrained(model, folder / "ours", dialect="modelopt/mxfp8")
+
+    own = load_file(folder / "own" / "model.safetensors")
+    ours = load_file(folder / "ours" / "model.safetensors")
+    assert {name for name in ours if not name.endswith("_scale")} == own.keys()
+    plain = {name for name, tensor in ours.items() if tensor.dtype == torch.bfloat16}
+    assert plain & {name for name, tensor in own.items() if tensor.dim() == 3 or "experts" in name}
+    for name in plain:
+        assert_same_bytes(ours[name], own[name], name)
+
+
+@pytest.mark.parametrize("make", [_gemma3, _linear_attention, _granite, _llama4, _mixtral])
+def test_what_stays_as_it_is_is_that_of_transformers(tmp_path, make):
+    """Routers, experts, convolutions, the probe of a vision tower."""
+    torch.manual_seed(0)
+    model = make().bfloat16()
+    for parameter in model.parameters():  # some models leave zeros, which are alike
+        torch.nn.init.normal_(parameter)
+    assert_plain_as_saved(model, tmp_path)
+
+
+def test_experts_of_in_and_out_that_are_in_codes_are_stored_as_they_are(tmp_path):
+    """By a dialect that has no place for them, with their values: here ones that codes hold."""
+    model = _llama4().bfloat16()
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter).sign()
+    assert_plain_as_saved(model, tmp_path, include=["*.experts"])
+
+
+def _qwen3(*, tie: bool):
+    config = transformers.Qwen3Config(**TEXT, tie_word_embeddings=tie)
+    return transformers.Qwen3ForCausalLM(config).bfloat16()
+
+
+@pytest.mark.parametrize("says_tied", [False, True])
+def test_an_output_layer_that_is_not_tied_as_the_configuration_says_is_refused(tmp_path, says_tied):
+    """Servers go by ``tie_word_embeddings``: a trained head would be left out, or be missing."""
+    model = _qwen3(tie=not says_tied)
+    model.config.tie_word_embeddings = says_tied
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    message = message_of(InputError, save_pretrained, model, tmp_path, dialect="modelopt/mxfp8")
+    assert f"says tie_word_embeddings={says_tied}" in message
+    assert f"set config.tie_word_embeddings={not says_tied}" in message
+    assert not any(tmp_path.iterdir())
+
+    model.config.tie_word_embeddings = not says_tied
+    save_pretrained(model, tmp_path, dialect="modelopt/mxfp8")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["tie_word_embeddings"] is not says_tied
+    stored = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in stored) is says_tied
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_refused_in_high_precision_too(tmp_path, name, value):
+    """By its name, as a weight in codes is; a buffer may hold infinities."""
+    model = _qwen3(tie=False)
+    model.register_buffer("mask", torch.full((4,), float("-inf")))
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    save_pretrained(model, tmp_path / "finite", dialect="modelopt/mxfp8")
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = value
+    with pytest.raises(zerocast.NonFiniteError, match=f"{name} holds a NaN or an infinity"):
+        save_pretrained(model, tmp_path / "other", dialect="modelopt/mxfp8")
+    assert not any((tmp_path / "other").iterdir())
