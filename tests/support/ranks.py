@@ -177,6 +177,7 @@ def _run_forked(world_size: int, fn: Callable[[Communicator], Any]) -> list[Any]
     with tempfile.TemporaryDirectory() as directory:
 
         def body(rank: int) -> None:
+            torch.set_num_threads(1)  # a fork has no threads of OpenMP, and would wait for them
             result = _in_gloo_group(f"{directory}/store", rank, world_size, fn)
             torch.save(result, f"{directory}/{rank}")
 
