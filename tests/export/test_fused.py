@@ -34,6 +34,13 @@ def uneven() -> torch.nn.Module:
     return model
 
 
+def static(dialect: str, model: torch.nn.Module, *kept: str) -> dict[str, object]:
+    """The scales of the inputs of all linear layers but those ``kept``, where a dialect needs any."""
+    linear = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    cast = [name for name in linear if not any(part in name for part in kept)]
+    return {"input_scales": dict.fromkeys(cast, 1.0)} if dialect == "modelopt/fp8" else {}
+
+
 def scales(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """By layer and set of weights that servers fuse, their tensor scales."""
     found: dict[str, list[float]] = {}
@@ -58,7 +65,8 @@ def test_by_default_a_model_is_exported_as_servers_fuse_it(dialect):
     """Converted and trained, its bytes and casts of its masters have one tensor scale for each set;
     so has a model that was never converted, or was without groups, where it is cast.
     """
-    options = {"filter_fqns": ["down_proj", "lm_head"]}
+    kept = ["down_proj", "lm_head"]
+    options, own = {"filter_fqns": kept}, static(dialect, uneven(), *kept)
     for groups in ({}, {"amax_groups": ()}):
         model = uneven()
         zerocast.nn.convert(model, SCALED[dialect], **options, **groups)
@@ -66,12 +74,12 @@ def test_by_default_a_model_is_exported_as_servers_fuse_it(dialect):
         for parameter in model.parameters():
             parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
         optimizer.step()
-        exports = [Export(model, dialect, optimizer=optimizer, from_masters=True)]
+        exports = [Export(model, dialect, optimizer=optimizer, from_masters=True, **own)]
         if not groups:
-            exports.append(Export(model, dialect))
+            exports.append(Export(model, dialect, **own))
         for export in exports:
             assert all(len(set(each)) == 1 for each in scales(everything(export)).values())
-    plain = Export(uneven(), dialect, include=["*self_attn*", "*gate_proj", "*up_proj"])
+    plain = Export(uneven(), dialect, include=["*self_attn*", "*gate_proj", "*up_proj"], **own)
     assert all(len(set(each)) == 1 for each in scales(everything(plain)).values())
 
 
@@ -108,7 +116,8 @@ def test_weights_that_servers_fuse_are_refused_with_scales_of_their_own(dialect,
         for parameter in equal.parameters():
             parameter.clamp_(-0.01, 0.01)[(0,) * parameter.dim()] = 0.01
     zerocast.nn.convert(equal, SCALED[dialect], filter_fqns=["down_proj"], amax_groups=())
-    assert all(len(set(each)) == 1 for each in scales(everything(Export(equal, dialect))).values())
+    export = Export(equal, dialect, **static(dialect, equal, "down_proj", "lm_head"))
+    assert all(len(set(each)) == 1 for each in scales(everything(export)).values())
 
 
 def test_a_dialect_without_a_scale_of_the_tensor_asks_for_no_groups():

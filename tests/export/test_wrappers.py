@@ -103,7 +103,7 @@ def test_a_module_that_occurs_twice_is_one_without_its_wrappers():
     export = Export(model, "compressed-tensors/mxfp8")
     (tensors,) = export.buckets()
     assert {*tensors} == {"0.0.weight", "0.0.weight_scale"}
-    assert not export.unquantized
+    assert not export.config.unquantized
     sent = dict(Refit(model, "compressed-tensors/mxfp8").named_tensors())
     assert sent.keys() == tensors.keys()
     for name, tensor in tensors.items():

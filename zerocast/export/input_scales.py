@@ -64,9 +64,10 @@ def with_input_scales(
 def _scale(module: str, value: Any) -> torch.Tensor:
     """Return a scale as it is stored, the nearest FP32 number."""
     try:
-        scale = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+        number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        scale = torch.tensor(0.0)
+        number = 0.0
+    scale = torch.tensor(number, dtype=torch.float32, device="cpu")
     if not 0 < scale.item() < math.inf:
         raise InputError(
             f"input_scales must be positive finite numbers, got {shown(value)} for {module}."

@@ -113,7 +113,7 @@ class Bucket:
         if self._member_sizes is None:
             sizes = [extent.size for extent in self.layout.shards(rank)]
             sizes[-1] += self.layout.rank_numel - sum(sizes)  # what pads the range is never written
-            self._member_sizes = torch.tensor(sizes, device=masters.device)
+            self._member_sizes = torch.tensor(sizes, dtype=torch.int64, device=masters.device)
         values, own = self._ranges(rank, masters)
         of_columns = is_written.repeat_interleave(self._member_sizes, output_size=len(own))
         restart_plain_master(own, values, of_columns)

@@ -110,7 +110,9 @@ def _plain_pieces(entry: Entry) -> Iterator[Piece]:
     rows = own_rows(entry.name, entry.tensor)
     values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
     start = 0
-    for name, like in entry.named(torch.empty(entry.tensor.shape, device="meta")).items():
+    for name, like in entry.named(
+        torch.empty(entry.tensor.shape, dtype=entry.dtype, device="meta")
+    ).items():
         held = rows.extent.intersect(Extent(start, start + like.numel()))
         first = held.start - rows.extent.start if held else 0
         at = held.start - start if held else 0
