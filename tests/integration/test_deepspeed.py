@@ -114,6 +114,7 @@ for zero, more in [
         engine.offload_states()
     except zerocast.UnsupportedError as error:
         print(error)
+torch.distributed.destroy_process_group()
 """
 
 
@@ -150,6 +151,7 @@ for second in ("current", None):
         deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     except zerocast.RankMismatchError as error:
         print(error)
+torch.distributed.destroy_process_group()
 """
 
 

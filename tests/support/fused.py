@@ -13,14 +13,17 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def served_together(names: Mapping[str, object] | list[str]) -> list[list[str]]:
-    """The sets of weights among ``names`` that servers fuse."""
+    """The sets of weights among ``names`` that servers fuse; those that peft adapts included, which
+    are in a module's ``base_layer``.
+    """
+    stored = {name.replace(".base_layer", ""): name for name in names}
     found = []
-    for name in names:
+    for name in stored:
         module, _, layer = name.removesuffix(".weight").rpartition(".")
         for fused in FUSED:
             if layer == fused[0]:
                 together = [f"{module}.{each}.weight" for each in fused]
-                found.append([each for each in together if each in names])
+                found.append([stored[each] for each in together if each in stored])
     return found
 
 
