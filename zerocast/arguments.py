@@ -186,7 +186,7 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
         return (
             "a view whose signs torch changes when it reads it; call .resolve_neg().resolve_conj()"
         )
-    return _why_cut(tensor) if tensor.is_contiguous() else None
+    return _why_cut(tensor)
 
 
 def _why_cut(tensor: torch.Tensor) -> str | None:

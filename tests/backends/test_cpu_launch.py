@@ -111,9 +111,14 @@ weight = zerocast.empty((512, 512), "nvfp4")
 plan = zerocast.CastPlan([weight], [torch.linspace(-3, 3, 512 * 512)], [0])
 plan.cast()
 codes = weight.rowwise_data.tolist()
+large = torch.ones(4096, 1024)
+torch.equal(large, large.clone())
 child = os.fork()
 if child == 0:
-    signal.alarm(30)
+    signal.alarm(60)
+    for recipe in ("mxfp8", "nvfp4", "current", "block", "delayed"):
+        zerocast.empty(large.shape, recipe)
+        zerocast.quantize(large, recipe)
     weight.rowwise_data[0, 0] = 0
     plan.cast()
     os._exit(weight.rowwise_data.tolist() != codes)
@@ -122,6 +127,6 @@ raise SystemExit(os.waitpid(child, 0)[1])
 
 
 def test_a_forked_process_casts():
-    """It does not wait for threads that its parent had."""
+    """It allocates, quantizes and casts, and does not wait for threads that its parent had."""
     done = run([sys.executable, "-c", FORKS])
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zerocast
 from tests.optim.training import Training, assert_same_lists
@@ -208,6 +209,30 @@ def test_what_a_user_saves_comes_back(tmp_path: Path) -> None:
 
     run_in_process(2, body)
     assert load(tmp_path, Training(SingleRank(), seed=1).optimizer).of_rank is None
+
+
+def test_values_of_numpy_and_all_integers_come_back(tmp_path: Path) -> None:
+    """NumPy's generators and numbers, unsigned tensors; what cannot be saved is named."""
+    numpy = pytest.importorskip("numpy")
+    optimizer = Training(SingleRank()).optimizer
+    extra = {"seeds": torch.ones(2, dtype=torch.uint64), "at": numpy.int64(3)}
+    state = numpy.random.get_state()
+    save(tmp_path, optimizer, extra=extra, of_rank={"numpy": state})
+    drawn = numpy.random.random(3).tolist()
+    loaded = load(tmp_path, optimizer)
+    assert torch.equal(loaded.extra["seeds"], extra["seeds"])
+    assert loaded.extra["at"] == 3
+    assert loaded.of_rank is not None
+    assert loaded.of_rank["numpy"][1].dtype == state[1].dtype
+    numpy.random.set_state(loaded.of_rank["numpy"])
+    assert numpy.random.random(3).tolist() == drawn
+    wrapper = TwoTensor(torch.ones(2), torch.ones(2))
+    for value, match in [(wrapper, "got a TwoTensor"), (torch._neg_view(torch.ones(2)), "neg"),
+                         (torch.ones(2, dtype=torch.complex64), "got torch.complex64"),
+                         (numpy.array(["a"]), "got a ndarray")]:  # fmt: skip
+        for given in ({"extra": {"v": value}}, {"of_rank": {"v": value}}):
+            with pytest.raises(InputError, match=match):
+                save(tmp_path, optimizer, **given)
 
 
 def test_other_programs_read_the_masters(tmp_path: Path) -> None:

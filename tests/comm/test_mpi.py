@@ -8,6 +8,7 @@ import torch
 
 from tests.comm.conftest import collectives
 from tests.support.claims import assert_same_tensors
+from tests.support.programs import on_mpi_ranks, output_of
 from tests.support.ranks import MPI_RANKS
 from zerocast.comm import MpiCommunicator
 from zerocast.errors import BackendError, InputError
@@ -94,3 +95,26 @@ def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
     message = r"needs mpi4py and an MPI library, got '.*mpi4py.*'; install both by pip install"
     with pytest.raises(BackendError, match=message):
         MpiCommunicator()
+
+
+FINALIZED = """
+import torch, zerocast
+from mpi4py import MPI
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128))
+zerocast.nn.convert(model, "mxfp8", weights="quantized")
+optimizer = zerocast.optim.ZeroOptimizer(
+    model.named_parameters(), torch.optim.SGD, MPI.COMM_WORLD, lr=0.1, overlap_all_gather=True
+)
+model(torch.ones(2, 128)).sum().backward()
+optimizer.step()
+MPI.Finalize()
+codes = [layer.weight.rowwise_data.long() for layer in model]
+print(*[(each * torch.arange(each.numel()).view_as(each)).sum().item() for each in codes])
+"""
+
+
+def test_what_is_under_way_has_ended_when_mpi_has():
+    """Weights are whole on every rank after ``MPI.Finalize()``, and the program ends well."""
+    first, second = output_of(on_mpi_ranks(2, "-c", FINALIZED)).splitlines()
+    assert first == second

@@ -126,3 +126,21 @@ def test_a_class_that_is_called_as_a_parameter_is_refused():
     weight = converted(RECIPES["block"], "quantized")[0].weight
     with pytest.raises(zerocast.UnsupportedError, match=r"zerocast\.nn\.convert after it"):
         type(weight)(weight.to("meta"), requires_grad=True)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_tied_embedding_in_codes_stays_tied_when_emptied(device):
+    """Both modules hold one weight, unfilled, wherever it was before."""
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Embedding(64, 32, device=device),
+            "head": torch.nn.Linear(32, 64, bias=False, device=device),
+        }
+    )
+    model["head"].weight = model["embedding"].weight
+    zerocast.nn.convert(model, "mxfp8", weights="quantized", include=["embedding"])
+    model.to_empty(device="cpu")
+    weight = model["head"].weight
+    assert weight is model["embedding"].weight
+    assert isinstance(weight, zerocast.QuantizedTensor)
+    assert weight.device.type == "cpu"

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch.optim import SGD, AdamW
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zerocast
 from tests.conftest import Ranks, in_turn
@@ -399,3 +400,42 @@ def test_two_models_need_names_of_their_own(comm: Communicator) -> None:
     assert memory == [m.weight.rowwise_data.data_ptr() for m in models]
     models[1].weight.requires_grad_(False)  # is left out, and so is its name
     ZeroOptimizer([*pairs[0], *pairs[1]], group=comm)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_weights_without_memory_are_refused(named: bool) -> None:
+    """A wrapper, freed memory of any strides, a view whose signs torch changes: none is read."""
+    freed, turned = torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(8, 4).t())
+    for param in (freed, turned):
+        param.untyped_storage().resize_(0)
+    wrapper = torch.nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
+    negative = torch.nn.Parameter(torch._neg_view(torch.ones(4)))
+    for param, match in [(freed, "given back"), (turned, "given back"), (wrapper, "TwoTensor"),
+                         (negative, "resolve_neg")]:  # fmt: skip
+        with pytest.raises(InputError, match=match):
+            ZeroOptimizer([("w", param)] if named else [param], torch.optim.SGD, lr=0.1)
+
+
+def test_named_groups_keep_their_places_when_all_is_frozen() -> None:
+    """As without names, the group stays, and the others are stepped."""
+    first, last = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    given = [("a", first, 1.0), ("b", frozen, 2.0), ("c", last, 3.0)]
+    groups = [{"params": [(name, param)], "lr": lr} for name, param, lr in given]
+    optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.1)
+    for param in (first, last):
+        param.grad = torch.ones(4)
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0, 3.0]
+    assert [each[0].item() for each in (first, frozen, last)] == [0.0, 1.0, -2.0]
+
+
+def test_gradients_of_any_strides_are_those_that_are_stepped() -> None:
+    """A column of a matrix, and one number for all elements, as ``.grad``."""
+    values = torch.arange(128.0).view(32, 4)
+    for gradient in (values[:, 1], values[:, 1:2], torch.ones(()).expand(32)):
+        param = torch.nn.Parameter(torch.zeros(gradient.shape))
+        optimizer = ZeroOptimizer([("w", param)], torch.optim.SGD, lr=1.0)
+        param.grad = gradient
+        optimizer.step()
+        assert torch.equal(param.detach(), -gradient)

@@ -343,3 +343,14 @@ def test_parts_that_were_converted_one_by_one_have_the_bytes_of_their_names() ->
         assert_same_tensors(*found, "ahead, and one by one")
 
     run_ranks("forked", 2, body)
+
+
+def test_plain_weights_load_where_torch_fills_in_the_empty_entry() -> None:
+    """``set_model_state_dict`` gives a model its own empty buffer for an entry that is missing."""
+    plain = torch.nn.Sequential(torch.nn.Linear(32, 48)).state_dict()
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48))
+    zerocast.nn.convert(model, "delayed", weights="master")
+    model.load_state_dict(plain | {"0.weight_state": torch.empty(0, dtype=torch.uint8)})
+    assert torch.equal(model.state_dict()["0.weight"], plain["0.weight"])
+    with pytest.raises(zerocast.InputError, match="weight_state|recipe state"):
+        model.load_state_dict(plain | {"0.weight_state": torch.empty(0)})

@@ -30,8 +30,8 @@ def test_what_ranks_send_makes_up_all_scales(recipe, world_size):
     """Each writes a number into the scale of each block that is its own, and all blocks come out in
     order: for even, uneven, empty and cut rows, and for stacks.
     """
-    for shape in [(1, 32), (5, 96), (130, 48), (256, 32), (37, 33), (640, 16), (5, 48, 32),
-                  (7, 3, 16, 48)]:  # fmt: skip
+    for shape in [(1, 32), (2, 32), (3, 32), (5, 96), (130, 48), (256, 32), (37, 33),
+                  (640, 16), (5, 48, 32), (7, 3, 16, 48)]:  # fmt: skip
         if shape[-1] % 32 and (recipe.scheme.startswith("mx") or recipe.scheme == "nvfp4"):
             continue
         own, parts = scale_shards(recipe, shape, world_size), chunks(shape, world_size)
@@ -54,6 +54,7 @@ def test_what_ranks_send_makes_up_all_scales(recipe, world_size):
             for name, plane in own.planes.items():
                 expected = numbers(i, range(plane.grid.num_blocks)).to(whole[i][name].dtype)
                 assert torch.equal(whole[i][name], expected), (shape, name)
+                assert whole[i][name].is_contiguous(), (shape, name)  # as backends read it
 
 
 def numbers(matrix: int, blocks: range) -> torch.Tensor:

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zerocast.checkpoint.files import FileInfo, write_file
+from zerocast.checkpoint.files import DTYPES, FileInfo, write_file
 from zerocast.checkpoint.pending import PendingSave
 from zerocast.checkpoint.planners import SharePlanner
 from zerocast.checkpoint.runs import Claim, identity_of, run_of
 from zerocast.checkpoint.storage import Place, Writer
 from zerocast.checkpoint.training import Contents
 from zerocast.comm import Communicator, raising_together
-from zerocast.errors import ZerocastError
+from zerocast.errors import InputError, ZerocastError
 from zerocast.numerics import NUMERICS_VERSION
 
 
@@ -80,6 +80,13 @@ def plan_save(
             state.setdefault(name, {}).update(kinds)
     with raising_together(comm):  # whether the pieces of all ranks are every tensor once
         plans, metadata = planner.create_global_plan(locals_)
+        for name, each in metadata.state_dict_metadata.items():
+            assert isinstance(each, TensorStorageMetadata)
+            if (dtype := each.properties.dtype) not in DTYPES:
+                raise InputError(
+                    f"{name} must be of a dtype that safetensors names, got {dtype}; convert it, "
+                    f"or save its .view(torch.uint8)."
+                )
     common = {**contents.said, "state": state, "of_rank": of_ranks}
     return Planned(claim, common, plans, metadata, planner)
 

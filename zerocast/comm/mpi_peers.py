@@ -27,12 +27,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import LEFT, Said
 from zerocast.comm.peers import Begin, Call, Peers
-from zerocast.errors import PeerFailedError
+from zerocast.errors import PeerFailedError, ZerocastError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,6 +60,7 @@ class MpiPeers(Peers):
         self._distances = [1 << i for i in range((self._size - 1).bit_length())]
         self._left: set[int] = set()
         self._kept: list[Any] = []
+        self._waits: dict[int, Wait] = {}  # by number, of collectives that are under way
         self._status = mpi.Status()
         if not _at_exit:
             atexit.register(_leave_all)
@@ -69,6 +71,8 @@ class MpiPeers(Peers):
         """Return those of ``comm``: the same for every object that stands for it."""
         if MpiPeers._key is None:
             MpiPeers._key = mpi.Comm.Create_keyval()
+            # What MPI deletes when it is finalized, before anything else.
+            mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_end_collectives), True)
         peers: Any = comm.Get_attr(MpiPeers._key)
         if peers is None:
             peers = cls(mpi, comm)
@@ -106,6 +110,8 @@ class MpiPeers(Peers):
         made.requests += requests
 
         def wait(memory: Any = memory) -> None:  # alive as long as MPI uses it
+            if self._waits.pop(made.count, None) is None and self._failure is None:
+                return  # it has ended, and MPI may have, too
             with self._failing(made, memory):
                 if header is not None:
                     self._compare(made, *header)
@@ -113,6 +119,7 @@ class MpiPeers(Peers):
                     self._until(made, request.Test)
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
 
+        self._waits[made.count] = wait
         return wait
 
     def maxima(self, call: str, numbers: Sequence[int], timeout: float) -> list[int]:
@@ -187,7 +194,13 @@ class MpiPeers(Peers):
             if words.kind != LEFT or rank not in self._said:  # which says why
                 self._said[rank] = words
 
-    # --- the end of the process ---
+    # --- the end of MPI and of the process ---
+
+    def end_collectives(self) -> None:
+        """Wait for what is under way, whose memory may be used after ``MPI.Finalize()``."""
+        with suppress(ZerocastError):
+            for wait in list(self._waits.values()):
+                wait()
 
     def leave(self, error: BaseException | None) -> bool:
         """Tell the others that this process ends, where ``error`` ends it or the group has failed;
@@ -205,6 +218,11 @@ class MpiPeers(Peers):
         """Say whether all others end as well."""
         self._listen()
         return len(self._left) == self._size - 1
+
+
+def _end_collectives(*_: Any) -> None:
+    for peers in list(_at_exit):
+        peers.end_collectives()
 
 
 def _leave_all() -> None:

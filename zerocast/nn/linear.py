@@ -246,7 +246,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         if assigns and name in state_dict:
             state_dict[name] = as_master_like(self.weight, state_dict[name])
         saved = state_dict.pop(prefix + WEIGHT_STATE, None)
-        state = None if saved is None else state_to_load(self.weight, saved)
+        state = state_to_load(self.weight, saved)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if state is not None:
             load_saved_state(self.weight, state)

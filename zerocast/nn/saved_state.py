@@ -109,14 +109,19 @@ def state_to_save(weight: torch.Tensor) -> torch.Tensor:
     return replicated_like([weight], pack(owner, gather.state))
 
 
-def state_to_load(weight: torch.Tensor, saved: object) -> SavedState:
-    """Return what :func:`state_to_save` was given; nothing for a weight that is not a master.
+def state_to_load(weight: torch.Tensor, saved: object) -> SavedState | None:
+    """Return what :func:`state_to_save` was given; nothing for a weight that is not a master. None
+    for no entry, and for the empty buffer, which torch's ``set_model_state_dict`` fills in for one.
 
     Raises:
         InputError: if it was saved under another recipe, or is no state that casts leave.
     """
     if (gather := gather_of(weight)) is None:
         return SavedState({}, {})
+    if isinstance(saved, torch.Tensor) and saved.dtype == torch.uint8 and not saved.numel():
+        return None
+    if saved is None:
+        return None
     owner, tensors = unpack(saved, gather.name)
     remedy = (
         "convert with the recipe that it was saved under, or take the layer's 'weight_state' out "

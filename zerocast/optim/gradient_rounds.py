@@ -117,7 +117,7 @@ class Round:
             for piece in self.pieces[index]:
                 piece.place.zero_()
             return
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1).contiguous()
         first = flat.storage_offset()
         for piece in self.pieces[index]:
             shape, strides = piece.place.shape, (piece.stride, 1)

@@ -42,6 +42,8 @@ def trainable_groups(
         kept = [p for p in once.values() if getattr(_tensor(p), "requires_grad", True)]
         frozen += [p for p in once.values() if not getattr(_tensor(p), "requires_grad", True)]
         trainable.append(group | {"params": kept})
+        if not kept and any(isinstance(p, tuple) for p in once.values()):
+            trainable[-1]["param_names"] = []  # which torch could not see any more
     return trainable, frozen
 
 

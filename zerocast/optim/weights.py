@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from zerocast.arguments import check_names
+from zerocast.arguments import check_names, why_no_memory
 from zerocast.cast.amax_groups import by_first_names
 from zerocast.cast.shard_spec import check_castable
 from zerocast.comm import Communicator, lines_that_differ
@@ -180,7 +180,11 @@ def collect_weights(param_groups: Groups) -> list[Weight]:
 
 
 def _check_whole(weight: Weight) -> None:
-    if weight.storage is None or weight.init_value is not None:
+    if weight.storage is None:
+        if problem := why_no_memory(weight.param):
+            raise InputError(f"the weight {weight.name} of a ZeroOptimizer must not be {problem}.")
+        return
+    if weight.init_value is not None:
         return
     try:
         weight.storage.writes.require_scales()

@@ -8,6 +8,7 @@ backend; a backend does not depend on recipes.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from abc import ABC, abstractmethod
@@ -27,6 +28,9 @@ from zerocast.numerics import DelayedState, Numerics, Rounding
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 """The roles of tensors in a layer's GEMMs: three in the forward, two in the backward."""
 
+_FILLED_AT_ONCE = 1 << 14
+"""Elements: fewer than torch shares among threads."""
+
 Buffers = Mapping[str, torch.Tensor]
 """A weight's stored tensors, by the names that :meth:`Recipe.buffers` gives."""
 
@@ -41,7 +45,17 @@ class BufferSpec:
 
     def allocate(self, device: torch.device, *leading: int) -> torch.Tensor:
         """Return an unfilled tensor of shape [*leading, *shape]."""
-        return torch.full((*leading, *self.shape), self.fill, dtype=self.dtype, device=device)
+        shape = (*leading, *self.shape)
+        if device.type != "cpu":
+            return torch.full(shape, self.fill, dtype=self.dtype, device=device)
+        # Without threads of torch, for which a forked process would wait for ever.
+        made = torch.empty(shape, dtype=self.dtype, device=device)
+        if self.fill:
+            for part in made.view(-1).split(_FILLED_AT_ONCE):
+                part.fill_(self.fill)
+        else:
+            ctypes.memset(made.data_ptr(), 0, made.nbytes)
+        return made
 
 
 def fixed(value: Any, reason: str) -> Any:

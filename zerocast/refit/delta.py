@@ -70,7 +70,9 @@ def changed_segments(comparisons: Sequence[Comparison]) -> list[Segment]:
 
 def whole_segment(values: torch.Tensor) -> Segment:
     """Return all of a tensor."""
-    return Segment(0, _WHOLE, values.numel(), values.contiguous().view(-1).view(torch.uint8))
+    return Segment(
+        0, _WHOLE, values.numel(), values.contiguous().unsqueeze(-1).view(torch.uint8).view(-1)
+    )
 
 
 # --- as bytes ---

@@ -174,7 +174,7 @@ class ScaleShards:
             if self._of_rank % sent.height:
                 units = units.index_select(0, self._places_of(name, units.device))
             total = sent.units_before(self._count)
-            scales = units[:total].reshape(-1).view(self._dtype)
+            scales = units[:total].reshape(-1).contiguous().view(self._dtype)
             found[name] = scales.view(self.matrices, -1)
         return {i: {name: each[i] for name, each in found.items()} for i in range(self.matrices)}
 

@@ -243,10 +243,11 @@ def _zero_(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
 )  # fmt: skip
 def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return a plain tensor: only shape, dtype and device are taken from the weight. But what takes
-    the place of a weight on the meta device (``Module.to_empty``) is a weight, unfilled.
+    the place of a weight (on the meta device, or by ``Module.to_empty``) is a weight, unfilled.
     """
     device = torch.device(kwargs.get("device") or tensor.device)
-    if func is aten.empty_like.default and tensor.device.type == "meta" and device.type != "meta":
+    from_meta = tensor.device.type == "meta" and device.type != "meta"
+    if func is aten.empty_like.default and (from_meta or _converts_module()):
         return QuantizedTensor(tensor.quantized_storage.materialized(device))
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return func(like, *args, **kwargs)

@@ -24,7 +24,14 @@ from zerocast.comm import Attempt
 from zerocast.errors import InputError
 from zerocast.layout import BlockGrid, Extent, SharedBlocks, Source
 from zerocast.numerics import FourOverSixErrors, Masters, TensorOperand
-from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe, check_nominal, describe_recipe
+from zerocast.recipes import (
+    NOMINAL_DTYPES,
+    BufferSpec,
+    Recipe,
+    as_recipe,
+    check_nominal,
+    describe_recipe,
+)
 from zerocast.tensors.cast_steps import CastSteps
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -179,7 +186,7 @@ def quantize_into(
         storage.mark_written()
         return amax
     matrices, slots = storage.matrices, storage.amax_slots
-    amax = torch.zeros(len(matrices) * slots, dtype=torch.int32, device=storage.device)
+    amax = BufferSpec((len(matrices) * slots,), torch.int32).allocate(storage.device)
     if storage.device.type == "meta":
         storage.mark_written()
         return amax
@@ -228,7 +235,7 @@ def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
         return None
     uncut = SharedBlocks()
     words = FourOverSixErrors.words(storage.grid, uncut)
-    buffer = torch.zeros(words, dtype=torch.int32, device=storage.device)
+    buffer = BufferSpec((words,), torch.int32).allocate(storage.device)
     return FourOverSixErrors.carve(buffer, storage.grid, uncut)
 
 

@@ -23,7 +23,7 @@ def digest(values: torch.Tensor, first: int = 0) -> torch.Tensor:
     """int64 []: of ``values``, contiguous, whose first byte is byte ``first`` of the whole
     tensor.
     """
-    data = values.detach().view(-1).view(torch.uint8)
+    data = values.detach().unsqueeze(-1).view(torch.uint8).view(-1)
     head = min(-first % _HALFWORD, data.numel())
     tail = head + (data.numel() - head) // _HALFWORD * _HALFWORD
     total = torch.zeros((), dtype=torch.int64, device=data.device)
