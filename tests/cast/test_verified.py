@@ -487,6 +487,7 @@ def test_a_damaged_file_is_refused(
         data.replace(b"NVFP4BlockScaling", b"NVFP4BlockScalinG"): "cannot be repeated",
     }
     described, tensors = read_fault(file)
+    file.unlink()
     write_fault(file, described, tensors | {"amaxes": tensors["amaxes"].repeat(2)})
     damaged[file.read_bytes()] = "its amaxes must be torch.int32"
     for content, text in damaged.items():

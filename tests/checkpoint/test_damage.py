@@ -133,7 +133,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bit of a tensor": (lambda p: flip(part(p), 0.6), "is damaged between bytes 0 and"),
     "exchanged files": (
         lambda p: part(p, 0).write_bytes(part(p, 0).read_bytes()[::-1]),
-        "is damaged between bytes",
+        "says it holds must be those of its checkpoint",
     ),
     "a missing tensor": (
         lambda p: change(p, lambda g: g["content"]["tensors"].pop("master.layer.2")),
@@ -219,19 +219,25 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 
 
 def test_every_bit_of_one_file_counts(checkpoint: Path, tmp_path: Path) -> None:
-    """A file whose bits were flipped anywhere, or that was cut anywhere, is refused."""
+    """A file whose bits were flipped anywhere, its own table included, or that was cut anywhere,
+    is refused.
+    """
     draw, file = random.Random(0), tmp_path / "c.safetensors"
     training = Training(None, RECIPES["delayed"])
     whole = (checkpoint / "c.safetensors").read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
     for _ in range(100):
-        data = bytearray(whole)
-        data[draw.randrange(start, len(data))] ^= 1 << draw.randrange(8)
-        file.write_bytes(data)
-        with pytest.raises(InputError, match="is damaged between bytes"):
-            load(file, training.optimizer)
+        for places, text in (
+            ((start, len(whole)), "is damaged between bytes"),
+            ((whole.index(b"}, ") + 3, start), "says it holds must|damaged"),
+        ):
+            data = bytearray(whole)
+            data[draw.randrange(*places)] ^= 1 << draw.randrange(8)
+            file.write_bytes(data)
+            with pytest.raises(InputError, match=text):
+                load(file, training.optimizer)
         file.write_bytes(whole[: draw.randrange(len(whole))])
-        with pytest.raises(InputError, match=r"not a file of safetensors|it was cut off"):
+        with pytest.raises(InputError, match=r"is not a checkpoint|it was cut off"):
             load(file, training.optimizer)
     file.write_bytes(whole)
     assert load(file, training.optimizer).steps == 2

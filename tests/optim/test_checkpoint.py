@@ -28,6 +28,7 @@ from tests.support.weights import through_a_file
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.optim import ZeroOptimizer
+from zerocast.optim.checkpoint import digest_of
 
 
 def train_and_save(comm: Communicator | None = None) -> Any:
@@ -160,8 +161,13 @@ def holds(**changes: Any) -> Any:
 
 
 def in_zero(**changes: Any) -> Any:
-    """Let the state dict say something else of itself."""
-    return lambda saved: saved["zero"].update(changes)
+    """Let the state dict say something else of itself, under a digest that is right."""
+
+    def change(saved: Any) -> None:
+        saved["zero"].update(changes)
+        saved["zero"]["digest"] = digest_of(saved["zero"])
+
+    return change
 
 
 def option(name: str, value: Any) -> Any:
@@ -216,6 +222,17 @@ DAMAGES = {
         r"step of layer.\d must be torch.float32 \[\], got torch.float32 \[3\]",
     ),
     "another step": (in_zero(steps=3), "a state of the same step: rank 0 has 'steps 2' where rank"),
+    "steps alone": (lambda s: s["zero"].update(steps=3), "progress under zero must be as it was"),
+    "averages alone": (lambda s: s["zero"].update(averages=[0.5]), "progress under zero must be"),
+    "groups": (in_zero(groups=2), "number of param groups: it was saved with 2"),
+    "another key": (holds(x=1), "needs what ZeroOptimizer.state_dict.. returned"),
+    "another key of zero": (in_zero(x=1), "progress under zero must be as it was saved"),
+    "a longer master": (
+        damaged("master", lambda t: torch.cat([t, t[:5]])),
+        r"master of layer.\d must be .* start at an element, got .* on, of \d+;",
+    ),
+    "lr nan": (option("lr", float("nan")), "lr of the saved options must be numbers, got nan"),
+    "betas nan": (option("betas", (0.9, float("nan"))), "betas of the saved options must be"),
     "mode": (in_zero(mode="x"), "mode of a state must be 'train' or 'eval', got 'x'"),
     "averages": (in_zero(averages=[2.0]), "decay must be a number from 0 up to.* got 2.0"),
     "no averages": (in_zero(averages=None), "averages of a state must be a list of decays"),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
+from zerocast.foreign_files import LENGTH, open_regular, read_header
 
 FORMAT = "zerocast fault 1"
 
@@ -33,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_fault(path: Path, fault: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file; ``fault`` is what JSON can hold.
+    """Write a new file; ``fault`` is what JSON can hold.
 
     Raises:
         OSError: where it cannot be written.
@@ -54,7 +55,8 @@ def write_fault(path: Path, fault: Mapping[str, Any], tensors: Mapping[str, torc
         end += own.nbytes
     header = json.dumps(described).encode()
     header += b" " * (-len(header) % 8)
-    path.write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *data]))
+    with path.open("xb") as file:  # new: a symbolic link is not followed
+        file.writelines([len(header).to_bytes(LENGTH, "little"), header, *data])
 
 
 def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -63,21 +65,23 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     Raises:
         InputError: for a file that is none, or is damaged.
     """
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
     tensors: dict[str, torch.Tensor] = {}
     try:
-        described = json.loads(data[8 : 8 + size])
+        with open_regular(path) as file:
+            described, _ = read_header(file)
+            data = file.read()
         metadata = described.pop("__metadata__")
         if metadata["format"] != FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}")
         fault: dict[str, Any] = json.loads(metadata["fault"])
+        end = 0
         for name, entry in described.items():
             dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-            first, last = (8 + size + int(at) for at in entry["data_offsets"])
+            first, last = entry["data_offsets"]
             count = math.prod(shape)
-            if not 8 + size <= first <= last <= len(data) or count * dtype.itemsize != last - first:
-                raise ValueError(f"{name} does not lie inside of it")
+            if first != end or not 0 <= count * dtype.itemsize == last - first <= len(data) - end:
+                raise ValueError(f"{name} does not lie inside of it, behind the tensor before it")
+            end = last
             flat = torch.empty(0, dtype=dtype, device="cpu")
             if count:
                 flat = torch.frombuffer(bytearray(data[first:last]), dtype=dtype)

@@ -25,11 +25,11 @@ from typing import IO, Any
 import torch
 
 from zerocast.errors import InputError
+from zerocast.foreign_files import LARGEST_HEADER, LENGTH, open_regular, read_header
 
 BLOCK = 1 << 22
 """Bytes under one digest."""
 
-_LENGTH = 8
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -85,26 +85,13 @@ def header_of(
         ends.append(end)
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(_LENGTH, "little") + text
-    return head, [len(head) + end for end in ends[:-1]]
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a file.
-
-    Raises:
-        InputError: where it has none.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH), "little")
-            if length > path.stat().st_size:
-                raise ValueError
-            return dict(json.loads(file.read(length)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    if len(text) > LARGEST_HEADER:
         raise InputError(
-            f"{path} is not a file of safetensors, or cannot be read: {error}"
-        ) from None
+            f"one file holds a header of at most {LARGEST_HEADER:,} bytes, got {len(text):,}; save "
+            f"into a directory, or less beside the tensors."
+        )
+    head = len(text).to_bytes(LENGTH, "little") + text
+    return head, [len(head) + end for end in ends[:-1]]
 
 
 class DigestingWriter:
@@ -175,15 +162,20 @@ class DigestingWriter:
 class VerifiedFile:
     """Reads a file, and checks its blocks against the digests in the manifest.
 
+    Args:
+        path: the file.
+        info: its entry in the manifest.
+        held: the tensors that the manifest says it holds, and where each begins.
+
     Raises:
-        InputError: where it is missing, or of another length.
+        InputError: where it is missing, of another length, or its own table is of other tensors.
     """
 
-    def __init__(self, path: Path, info: FileInfo) -> None:
+    def __init__(self, path: Path, info: FileInfo, held: Iterable[tuple[Entry, int]]) -> None:
         self._path, self._info = path, info
         try:
-            self._file = path.open("rb")
-            size = path.stat().st_size
+            self._file = open_regular(path)
+            size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise InputError(
                 f"the checkpoint names the file {path}, which cannot be read: {error}."
@@ -195,6 +187,22 @@ class VerifiedFile:
                 f"it was cut off or replaced. Load an earlier checkpoint."
             )
         self._block, self._number = b"", -1
+        try:
+            table, begin = read_header(self._file)
+            table.pop("__metadata__", None)
+        except (ValueError, TypeError, RecursionError):
+            table, begin = {}, 0
+        if table != {
+            entry.key: {
+                "dtype": DTYPES[entry.dtype], "shape": list(entry.shape),
+                "data_offsets": [start - begin, start - begin + entry.num_bytes],
+            } for entry, start in held
+        }:  # fmt: skip
+            self._file.close()
+            raise InputError(
+                f"the tensors that {path} says it holds must be those of its checkpoint, and are "
+                f"others; it is damaged, or the manifest is. Load an earlier checkpoint."
+            )
 
     def __enter__(self) -> VerifiedFile:
         return self
@@ -233,6 +241,14 @@ class VerifiedFile:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, which it must outlive."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those that it is in, and return when they are on the disk."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Box, are_whole
-from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, read_header, remove_files
+from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, remove_files
 from zerocast.errors import InputError
+from zerocast.foreign_files import open_regular, read_header, read_text
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -125,9 +126,10 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         if path.is_dir() or not path.exists():
-            text = (path / NAME).read_text()
+            text = read_text(path / NAME)
         else:
-            text = read_header(path).get("__metadata__", {}).get(KEY)
+            with open_regular(path) as file:
+                text = read_header(file)[0].get("__metadata__", {}).get(KEY)
         given = json.loads(text)
         version = given[KEY]
     except FileNotFoundError:
@@ -149,6 +151,8 @@ def read_manifest(path: Path) -> Manifest:
         content = given["content"]
         if given["digest"] != _digest(content):
             raise ValueError("its digest is another")
+        if text != json.dumps(given):  # 1E-8 has the digest of 1e-8
+            raise ValueError("its text is not as it was saved")
         return _parsed(content, given["digest"])
     except DAMAGED as error:
         raise InputError(

@@ -16,6 +16,7 @@ from zerocast.checkpoint.files import (
     Entry,
     FileInfo,
     header_of,
+    make_directory,
     remove_files,
     sync_directory,
 )
@@ -66,7 +67,7 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
     with ExitStack() as opened:
         with raising_together(comm):
             if comm.rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(path.parent)
                 claim.take()
                 remove_files(path.parent.glob(f".{claim.run}-*.draft"))  # of killed saves
                 file = opened.enter_context(DigestingWriter(draft))

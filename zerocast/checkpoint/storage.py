@@ -44,6 +44,7 @@ from zerocast.checkpoint.files import (
     FileInfo,
     VerifiedFile,
     header_of,
+    make_directory,
     sync_directory,
     write_file,
 )
@@ -114,7 +115,7 @@ class Writer(StorageWriter):
             self.reset()  # DCP gives one writer several saves
         if is_coordinator:
             check_place(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             with alone_in(self.path):
                 self._claim.take()
                 replaced = self._claim.replaced
@@ -154,7 +155,7 @@ class Writer(StorageWriter):
         """Do what :meth:`write_data` does, and return what it promises."""
         if not plan.items:
             return []
-        entries = [entry_of(item) for item in plan.items]
+        entries = [_entry_of_item(item) for item in plan.items]
         head, starts = header_of(entries)
         with DigestingWriter(self.path / plan.storage_data) as file:
             file.write(head)
@@ -284,6 +285,12 @@ class Reader(StorageReader):
             for name, tensor in self.manifest.tensors.items()
             for chunk in tensor.chunks
         }
+        held: dict[str, list[tuple[Entry, int]]] = {name: [] for name in self.manifest.files}
+        for name, tensor in self.manifest.tensors.items():
+            for c in tensor.chunks:
+                held[c.file.name].append(
+                    (entry_of(name, tensor.dtype, tensor.shape, c.box), c.start)
+                )
         by_file: dict[str, list[tuple[int, ReadItem]]] = {}
         for item in wanted:
             chunk, _ = chunks[item.storage_index]
@@ -292,7 +299,7 @@ class Reader(StorageReader):
             items.sort(key=lambda placed: placed[0])
             info = chunks[items[0][1].storage_index][0].file
             path = self.path / info.name if self.path.is_dir() else self.path
-            with VerifiedFile(path, info) as file:
+            with VerifiedFile(path, info, held[info.name]) as file:
                 for _, item in items:
                     yield item, _read(file, item, *chunks[item.storage_index])
 
@@ -320,12 +327,17 @@ def saved_tensors(
     return tensors
 
 
-def entry_of(item: WriteItem) -> Entry:
-    """Return the tensor of a file that a piece becomes."""
+def _entry_of_item(item: WriteItem) -> Entry:
     data = item.tensor_data
     assert data is not None
-    offsets = "" if data.chunk.sizes == data.size else f"@{','.join(map(str, data.chunk.offsets))}"
-    return Entry(item.index.fqn + offsets, data.properties.dtype, tuple(data.chunk.sizes))
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return entry_of(item.index.fqn, data.properties.dtype, tuple(data.size), box)
+
+
+def entry_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> Entry:
+    """Return the tensor of a file that a piece of a tensor becomes."""
+    offsets = "" if box.sizes == shape else f"@{','.join(map(str, box.offsets))}"
+    return Entry(name + offsets, dtype, box.sizes)
 
 
 def _read(file: VerifiedFile, item: ReadItem, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:

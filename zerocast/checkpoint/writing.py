@@ -30,6 +30,7 @@ from zerocast.checkpoint.storage import Place, Writer
 from zerocast.checkpoint.training import Contents
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, ZerocastError
+from zerocast.foreign_files import read_text
 from zerocast.numerics import NUMERICS_VERSION
 
 
@@ -179,7 +180,7 @@ def _hear(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[
                     f"s. Every rank must see the directory {claim.path}."
                 )
             pause = min(2 * pause, 0.25)
-        said = json.loads(note.read_text())
+        said = json.loads(read_text(note))
         if "error" in said:
             failed.append(f"rank {rank} could not write its part: {said['error']}.")
             continue

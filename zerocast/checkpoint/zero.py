@@ -10,7 +10,7 @@ from zerocast.checkpoint.values import decode
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.optim.average import AVERAGE
-from zerocast.optim.checkpoint import description, read, shard_kind
+from zerocast.optim.checkpoint import PROGRESS, description, digest_of, read, shard_kind
 from zerocast.optim.saved import Description
 
 
@@ -37,8 +37,8 @@ class ZeroTraining:
         self.optimizer._progress.prepare("zerocast.checkpoint.save")
         given = self.optimizer.state_dict()
         zero, weights = given["zero"], self._shards.weights
-        said = {key: zero[key] for key in (*self.described, "steps", "mode", "averages")}
-        contents.put_optimizer({**said, "due": []}, given["param_groups"])
+        said = {key: zero[key] for key in (*self.described, *PROGRESS)}
+        contents.put_optimizer(said, given["param_groups"])
         for i, entry in given["state"].items():
             name, shape, master = weights[i].name, weights[i].param.shape, entry["master"]
             extent = Extent(entry["start"], entry["start"] + master.numel())
@@ -126,10 +126,10 @@ class ZeroTraining:
                 if (share := saved.shares.get(f"recipe.{name}.{key}")) is not None:
                     recipe_state.setdefault(i, {})[key] = share.only
         due = [i for i, weight in enumerate(shards.weights) if weight.name in said["due"]]
+        progress = {**{key: said[key] for key in PROGRESS}, "due": due}
         zero = {
-            **{key: said[key] for key in ("steps", "mode", "averages")}, **self.described,
-            "shard": shard_kind(shards), "rank": self.comm.rank, "world_size": self.comm.size,
-            "due": due,
+            **progress, **self.described, "shard": shard_kind(shards), "rank": self.comm.rank,
+            "world_size": self.comm.size, "digest": digest_of(progress),
         }  # fmt: skip
         return {
             "state": state, "whole_state": whole_state, "recipe_state": recipe_state,

@@ -16,6 +16,7 @@ from pathlib import Path
 from zerocast.cli import checkpoints, conformance, doctor, estimation, inspection, reproduce
 from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
+from zerocast.foreign_files import printable
 from zerocast.recipes import RECIPES
 
 
@@ -60,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with drafted(given) as given.draft:
             text, code = given.run(given)
-    except (ZerocastError, OSError) as error:
-        sys.stderr.write(f"{parser.prog}: {error}\n")
+    except (ZerocastError, OSError, MemoryError, RecursionError) as error:
+        problem = printable(str(error)) or "there is not enough memory for that."
+        sys.stderr.write(f"{parser.prog}: {problem}\n")
         return 2
     sys.stdout.write(text + "\n")
     return int(code)

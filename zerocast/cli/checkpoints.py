@@ -1,27 +1,44 @@
 """Reading checkpoints: one tensor at a time, in every format; nothing in a file is executed.
 
-It reads files of ``torch.save``, with ``weights_only=True``; ``.safetensors`` files, where the
-package safetensors is installed; directories of ``torch.distributed.checkpoint``; and directories
-that hold files of the first two kinds.
+It reads files of ``torch.save``, which are zip archives, with ``weights_only=True``;
+``.safetensors`` files, where the package safetensors is installed; directories of
+``torch.distributed.checkpoint``; and directories that hold files of the first two kinds. No file
+makes it take much more memory than the file has bytes.
 """
 
 import io
+import os
 import pickle
-from collections.abc import Iterator, Mapping
+import pickletools
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import metadata
 
+from zerocast.arguments import why_no_memory
+from zerocast.checkpoint.boxes import Box, are_whole
 from zerocast.errors import InputError
+from zerocast.foreign_files import open_regular
 
 Entry = tuple[str, torch.Tensor | None]
 """A name and its tensor; None for other values."""
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """The files of a directory that are read."""
+
+STANDS_FOR = (
+    "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
+    "torch.serialization", "pathlib", "pathlib._local",
+)  # fmt: skip
+"""The modules of what metadata of torch.distributed.checkpoint consist of, dtypes and sizes left
+out.
+"""
+
+MOST_FIELDS = 64
+"""The most dimensions of a shape in metadata, and attributes of an object."""
 
 
 def entries(path: Path) -> Iterator[Entry]:
@@ -34,8 +51,13 @@ def entries(path: Path) -> Iterator[Entry]:
         yield from _directory(path)
     elif path.suffix == ".safetensors":
         yield from _safetensors(path)
-    elif path.is_file():
-        yield from _flat("", _load(path, path))
+    elif path.exists():
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            for name, value in _flat("", _load(file, path), iter(range(size))):
+                if value is not None:
+                    _check_bytes(value, size)
+                yield name, value
     else:
         raise InputError(f"inspect needs a file or a directory, and there is no {path}.")
 
@@ -71,15 +93,24 @@ def _safetensors(path: Path) -> Iterator[Entry]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no dictionary)
                 yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
         raise InputError(f"{path} is not a readable .safetensors file: {error}") from error
 
 
-def _load(source: Path | io.BytesIO, path: Path) -> Any:
+def _load(source: IO[bytes], path: Path) -> Any:
     try:
+        with zipfile.ZipFile(source) as archive:
+            members, size = archive.infolist(), source.seek(0, io.SEEK_END)
+            if sum(member.file_size for member in members) > size:
+                raise InputError("it has members that are compressed, or share their bytes.")
+            for member in members:
+                if member.filename.endswith(".pkl"):
+                    _check_pickle(archive.read(member))
+        source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged file makes torch's unpickler raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -89,12 +120,36 @@ def _load(source: Path | io.BytesIO, path: Path) -> Any:
         ) from error
 
 
-def _flat(prefix: str, value: Any) -> Iterator[Entry]:
-    """Yield the leaves of nested dictionaries and sequences, by names joined with dots."""
+def _check_pickle(data: bytes) -> None:
+    """Raise :class:`InputError` where a pickle would take more memory than what is in it."""
+    for opcode, argument, _ in pickletools.genops(data):
+        is_far = opcode.name.endswith("PUT") and int(str(argument)) > len(data)
+        if is_far or (opcode.name == "GLOBAL" and str(argument).endswith(" bytearray")):
+            raise InputError(f"it is no pickle of tensors: {opcode.name} {argument}.")
+
+
+def _check_bytes(tensor: torch.Tensor, size: int) -> None:
+    """Raise :class:`InputError` where a file of ``size`` bytes has not all that one of its tensors
+    would show, as one whose elements share their memory.
+    """
+    nbytes = tensor.numel() * tensor.itemsize
+    if why_no_memory(tensor) is None and nbytes > size:
+        raise InputError(
+            f"a tensor must be stored whole, got one of shape {list(tensor.shape)}, {nbytes} "
+            f"bytes, of {size} that are stored; save a copy, such as .clone()."
+        )
+
+
+def _flat(prefix: str, value: Any, left: Iterator[int]) -> Iterator[Entry]:
+    """Yield the leaves of nested dictionaries and sequences, by names joined with dots; ``left``
+    counts them, and what they are in.
+    """
+    if next(left, None) is None:
+        raise InputError(f"a file has fewer values than bytes, and {prefix} of one has more.")
     children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
     if isinstance(children, Mapping):
         for key, child in children.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), child)
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), child, left)
     else:
         yield prefix or "(the file)", value if isinstance(value, torch.Tensor) else None
 
@@ -102,28 +157,49 @@ def _flat(prefix: str, value: Any) -> Iterator[Entry]:
 # --- torch.distributed.checkpoint ---
 
 
+class _Record:
+    """Stands for an object of the metadata, whose attributes alone are read, whatever made it."""
+
+    offset: Any = None
+    transform_descriptors: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if len(state) > MOST_FIELDS:
+            raise pickle.UnpicklingError(f"it has an object of {len(state)} attributes.")
+        self.state = state
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+
 class _Metadata(pickle.Unpickler):
-    """Unpickles the types that the metadata of a checkpoint consist of, and calls nothing else."""
+    """Unpickles the metadata of a checkpoint; imports nothing, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = (
-            super().find_class(module, name) if module.startswith(("torch", "pathlib")) else None
-        )
-        plain = {("torch", "Size"), ("torch.serialization", "_get_layout")}
-        stored = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-        if (
-            (module, name) in plain | {stored}
-            or isinstance(found, torch.dtype)
-            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"))
-            or (module == metadata.__name__ and getattr(found, "__module__", "") == module)
-        ):
+        if module in STANDS_FOR:
+            return _Record
+        found = vars(torch).get(name) if module == "torch" else None
+        if found is torch.Size:
+            return _size
+        if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}.")
 
 
+def _size(values: Sequence[int] = ()) -> torch.Size:
+    if len(values) > MOST_FIELDS:
+        raise pickle.UnpicklingError(f"it has a shape of {len(values)} dimensions.")
+    return torch.Size(values)
+
+
 def _distributed(path: Path) -> Iterator[Entry]:
     try:
-        found = _Metadata(io.BytesIO((path / ".metadata").read_bytes())).load()
+        with open_regular(path / ".metadata") as file:
+            data = file.read()
+        _check_pickle(data)
+        found: Any = _Metadata(io.BytesIO(data)).load()
         pieces: dict[str, list[Any]] = {}
         for index, info in found.storage_data.items():
             pieces.setdefault(index.fqn, []).append((index.offset, info))
@@ -132,35 +208,54 @@ def _distributed(path: Path) -> Iterator[Entry]:
         raise InputError(
             f"{path / '.metadata'} is not that of torch.distributed.checkpoint: {error}"
         ) from error
+    left = sum(file.stat().st_size for file in path.rglob("*"))
     for name, described in whole:
-        if not isinstance(described, metadata.TensorStorageMetadata):
-            yield name, None
+        if not hasattr(described, "properties"):
+            yield str(name), None
             continue
-        tensors = [(offset, _piece(path, info)) for offset, info in pieces.get(name, ())]
-        if len(tensors) == 1 and tensors[0][1].shape == described.size:
-            yield name, tensors[0][1]
-            continue
-        value = torch.zeros(described.size, dtype=described.properties.dtype, device="cpu")
         try:
-            for offset, tensor in tensors:
-                place = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
-                value[place] = tensor
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise InputError(f"the pieces of {name} in {path} do not fit: {error}") from error
-        yield name, value
+            given = pieces.get(name, ())
+            left -= sum(abs(info.length) for _, info in given)
+            if left < 0:
+                raise InputError("they are more bytes than there are")
+            tensor = _joined(described, [(offset, _piece(path, info)) for offset, info in given])
+        except (AttributeError, LookupError, RuntimeError, ValueError, TypeError, OSError) as error:
+            raise InputError(f"the pieces of {name} in {path} cannot be read: {error}") from error
+        yield str(name), tensor
+
+
+def _joined(described: Any, pieces: Sequence[tuple[Any, torch.Tensor]]) -> torch.Tensor:
+    """Return a tensor of its pieces, each with the place of its first element."""
+    shape, dtype = tuple(described.size), described.properties.state[0]
+    boxes = [Box(tuple(offset or ()), tuple(tensor.shape)) for offset, tensor in pieces]
+    if not are_whole(shape, boxes):
+        raise InputError(
+            f"some are missing, or too many: of shape {list(shape)}, there are {boxes[:9]}"
+        )
+    if len(pieces) == 1:
+        return pieces[0][1]
+    value = torch.empty(shape, dtype=dtype, device="cpu")
+    for box, (_, tensor) in zip(boxes, pieces, strict=True):
+        if tensor.dtype != dtype:
+            raise InputError(f"they must be {dtype}, and one is {tensor.dtype}")
+        value[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] = tensor
+    return value
 
 
 def _piece(path: Path, info: Any) -> torch.Tensor:
     """Return what one rank stored of one tensor."""
     file = (path / info.relative_path).resolve()
-    if not file.is_relative_to(path.resolve()) or getattr(info, "transform_descriptors", None):
+    if not file.is_relative_to(path.resolve()) or info.transform_descriptors:
         raise InputError(
             f"inspect reads files of a checkpoint's own directory that are stored as they are, got "
             f"{info.relative_path} with transformations {info.transform_descriptors}."
         )
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         stream.seek(info.offset)
+        if info.length > os.fstat(stream.fileno()).st_size:
+            raise InputError(f"{file} ends before one does")
         value = _load(io.BytesIO(stream.read(info.length)), file)
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{file} holds a {type(value).__name__} where a tensor should be.")
+    _check_bytes(value, info.length)
     return value.detach()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerocast.arguments import why_no_memory
 from zerocast.backends.reference.planes import read_plane
 from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
@@ -61,6 +62,8 @@ def describe(name: str, tensor: torch.Tensor) -> Description:
     about = Description(name, shape, dtype, nbytes=tensor.nbytes)
     if isinstance(tensor, QuantizedTensor):
         _describe_quantized(about, tensor)
+    elif why_no_memory(tensor):
+        return about
     elif tensor.dtype in FLOAT8:
         fmt = FLOAT8[tensor.dtype]
         _describe_codes(about, _counts(tensor.contiguous().view(torch.uint8)), fmt)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zerocast.cli.checkpoints import entries
 from zerocast.cli.description import Description, describe
+from zerocast.foreign_files import printable
 
 HEAD = (
     "tensor", "shape", "dtype", "recipe", "bytes", "amax", "codes", "scale_inv", "saturated",
@@ -73,7 +74,7 @@ def cells(about: Description) -> list[str]:
 
 def table(described: Sequence[Description]) -> list[str]:
     """Return the lines of the table."""
-    rows = [list(HEAD), *map(cells, described)]
+    rows = [list(HEAD), *([printable(cell) for cell in cells(each)] for each in described)]
     kept = [i for i in range(len(HEAD)) if i < 5 or any(row[i] for row in rows[1:])]
     widths = {i: max(len(row[i]) for row in rows) for i in kept}
     lines = [
@@ -94,7 +95,7 @@ def summary(described: Sequence[Description], others: Sequence[str]) -> str:
     )
     if others:
         named = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-        text += f" {len(others)} entries are no tensors: {named}."
+        text += f" {len(others)} entries are no tensors: {printable(named)}."
     return text
 
 

@@ -5,6 +5,8 @@ the reference and by this machine's backend, and from the same shards on as many
 rank held is compared with them.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,15 @@ from zerocast.cast.fault_file import read_fault
 from zerocast.cast.whole_cast import HeldWeight, first_difference
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError
+from zerocast.foreign_files import printable
 from zerocast.layout import Extent
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, recipe_from_text
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard
 from zerocast.tensors.quantize import quantize_into
+
+THREADS = 16
+"""The most threads that play ranks; each takes the weight's codes, and neighbours share one."""
 
 
 class Fault:
@@ -32,6 +38,7 @@ class Fault:
         described: the header's.
         name: the weight's.
         owners: the ranks that own elements of it, and which.
+        parts: what they own, in order; of more than :data:`THREADS` that of neighbours together.
         title: the name of the weight, and the ranks that held it.
         tensors: the tensors of the file, by name.
 
@@ -70,6 +77,13 @@ class Fault:
             if not start <= end <= self._shape.numel():
                 raise InputError(f"its owners must own elements of it, got [{start}, {end}).")
             self.owners.append((rank, Extent(start, end)))
+        owned = sorted(extent for _, extent in self.owners if extent)
+        cuts = [0, *(extent.end for extent in owned)]
+        if not owned or cuts != [*(extent.start for extent in owned), self._shape.numel()]:
+            raise InputError(f"its owners must own every element of it once, got {owned[:9]}.")
+        each = math.ceil(len(owned) / THREADS)
+        ends = [*cuts[:-1:each], cuts[-1]]
+        self.parts = [Extent(*both) for both in itertools.pairwise(ends)]
         where = f"rank {described['rank']} of {described['ranks']}"
         self.title = (
             f"{self.name} {tuple(self._shape)} of {described['recipe']}, step {described['step']}, "
@@ -82,6 +96,14 @@ class Fault:
                 torch.Size(whole), dim, start, size, SingleRank(), *per_matrix
             )
         self.stands_alone = self._tp_shard is None and not described["grouped"]
+        specs = self._recipe.buffers(self._shape, columnwise=bool(described["columnwise"]))
+        needed = sum(math.prod(each.shape) * each.dtype.itemsize for each in specs.values())
+        given = sum(tensor.nbytes for tensor in self.tensors.values())
+        if needed > 8 * given + 2**20:
+            raise InputError(
+                f"its recipe must be that of its tensors, of {given} bytes, got one whose weight "
+                f"has {needed} bytes."
+            )
         self.held = self.weight()
         amaxes = len(self.held.matrices) * self.held.amax_slots
         self._check("amaxes", torch.int32, (amaxes,))
@@ -119,20 +141,18 @@ class Fault:
         return made
 
     def cast_sharded(self) -> list[QuantizedStorage]:
-        """Cast on threads, one for each rank that owns a shard; return what each rank then
-        holds.
-        """
+        """Cast on threads, one for each of ``parts``; return what each then holds."""
         flat = self.tensors["master"].view(-1)
 
         def on_rank(comm: Communicator) -> QuantizedStorage:
-            own, made = self.owners[comm.rank][1], self.weight()
+            own, made = self.parts[comm.rank], self.weight()
             master = flat[own.start : own.end].clone()
             plan = CastPlan([QuantizedTensor(made)], [master], [own.start], comm)
             plan.cast()
             plan.all_gather()
             return made
 
-        return run_in_process(len(self.owners), on_rank)
+        return run_in_process(len(self.parts), on_rank)
 
 
 def reproduce(path: Path) -> tuple[str, int]:
@@ -142,7 +162,8 @@ def reproduce(path: Path) -> tuple[str, int]:
     lines = [fault.title]
     casts = {"held": [fault.held], "cast whole by the cpu backend": [fault.cast_whole("cpu")]}
     if fault.stands_alone:
-        casts[f"cast from the shards of {len(fault.owners)} ranks"] = fault.cast_sharded()
+        shards = f"the shards of {len(fault.owners)} ranks on {len(fault.parts)} threads"
+        casts[f"cast from {shards}"] = fault.cast_sharded()
     faults = 0
     for what, storages in casts.items():
         for storage in storages:
@@ -163,4 +184,4 @@ def reproduce(path: Path) -> tuple[str, int]:
             "This machine casts the right bytes, so memory, a transport, other code or another "
             "recipe made those that were held."
         )
-    return "\n".join(lines), int(faults > 0)
+    return "\n".join(map(printable, lines)), int(faults > 0)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from zerocast.comm import Traffic
 from zerocast.errors import InputError
+from zerocast.foreign_files import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Machine:
         if str(name) in MACHINES:
             return MACHINES[str(name)]
         try:
-            found = json.loads(Path(name).read_text(encoding="utf-8"))
+            found = json.loads(read_text(Path(name)))
             tables = (
                 {kind: Cost(**cost) for kind, cost in found[key].items()}
                 for key in ("collectives", "phases")

@@ -15,6 +15,7 @@ import torch
 
 from zerocast.comm import Communicator
 from zerocast.errors import BackendError, InputError
+from zerocast.foreign_files import read_text
 from zerocast.nn import convert
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty
@@ -173,7 +174,7 @@ def _mlp(hidden: int, inner: int) -> torch.nn.Module:
 def _of_transformers(path: Path) -> torch.nn.Module:
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise InputError(
             f"a model must be one of {', '.join(MODELS)} or a config.json of transformers, got "

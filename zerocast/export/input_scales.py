@@ -11,6 +11,7 @@ from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry
+from zerocast.foreign_files import open_regular
 from zerocast.sharded.placement import to_local
 
 InputScales: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
@@ -80,10 +81,11 @@ def _read(path: Any, part: str) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
             return {name.removesuffix(f".{part}"): file.get_tensor(name) for name in names}
-    except (OSError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise InputError(
             f"input_scales must be a mapping or a safetensors file, got {shown(path)}, which "
             f"cannot be read: {error}"

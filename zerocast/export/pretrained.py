@@ -32,6 +32,7 @@ from zerocast.export.report import ExportReport
 from zerocast.export.stages import NamedTensors
 from zerocast.export.weights import BUCKET_BYTES, Export
 from zerocast.export.wrappers import unwrapped
+from zerocast.foreign_files import open_regular, read_text
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES
 
@@ -271,10 +272,11 @@ def _read(folder: Path, device: torch.device) -> NamedTensors:
     index = folder / "model.safetensors.index.json"
     tensors: NamedTensors = {}
     try:
-        places = dict(json.loads(index.read_text())["weight_map"]) if index.is_file() else {}
+        places = dict(json.loads(read_text(index))["weight_map"]) if index.is_file() else {}
         for file in sorted(set(places.values())) or ["model.safetensors"]:
             if Path(file).name != file:
                 raise ValueError(f"its index names {file!r}, which is no file of it")
+            open_regular(folder / file).close()
             with safe_open(folder / file, framework="pt", device=str(device)) as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, ValueError, TypeError, LookupError, RecursionError, SafetensorError) as error:
@@ -306,7 +308,7 @@ def _read_configuration(folder: Path) -> dict[str, Any]:
             f"{folder} has none."
         )
     try:
-        configuration = json.loads(path.read_text())
+        configuration = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(configuration, dict):

@@ -13,7 +13,7 @@ dicts of all ranks together are the whole state, on any number of ranks::
     zero          what every saved state says of itself (:mod:`zerocast.optim.saved`), and: shard,
                   rank, world_size, steps made, mode of the inner optimizer, decays of the averages,
                   due: the places of weights whose recipe_state is before the cast of these masters
-                  (as masters of FSDP2 save it), and not after
+                  (as masters of FSDP2 save it), and not after; digest: of the last four
 
 :mod:`zerocast.checkpoint` saves and loads these dicts; so there is one form and one check.
 """
@@ -21,6 +21,7 @@ dicts of all ranks together are the whole state, on any number of ranks::
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -49,6 +50,9 @@ StateDict = dict[str, Any]
 
 KEYS = {"state", "whole_state", "recipe_state", "param_groups", "zero"}
 """The keys of every state dict."""
+
+PROGRESS = "steps", "mode", "averages", "due"
+"""What ``zero`` says that no other part of a state dict does."""
 
 
 class EveryRank:
@@ -83,6 +87,12 @@ def save(
     groups = [options(group) | {"params": list[int]()} for group in param_groups]
     for i, weight in enumerate(shards.weights):
         groups[weight.group]["params"].append(i)
+    progress = {
+        "steps": steps,
+        "mode": inner.mode,
+        "averages": [average.decay for average in averages],
+        "due": list[int](),
+    }
     return {
         "state": {
             i: {
@@ -101,10 +111,8 @@ def save(
             "shard": shard_kind(shards),
             "rank": shards.comm.rank,
             "world_size": shards.comm.size,
-            "steps": steps,
-            "mode": inner.mode,
-            "averages": [average.decay for average in averages],
-            "due": [],
+            **progress,
+            "digest": digest_of(progress),
             "every_rank": EveryRank(),
         },
     }
@@ -125,13 +133,20 @@ def read(
     if not saved:
         raise InputError("load_state_dict needs one state dict at least, got an empty sequence.")
     for state in saved:
-        if not isinstance(state, Mapping) or not state.keys() >= KEYS:
+        if not isinstance(state, Mapping) or state.keys() != KEYS:
             raise InputError(
                 "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
                 f"that from all ranks, got a {type(state).__name__} that is not one."
             )
-        groups = {"groups": len(state["param_groups"])}
-        check_described({**state["zero"], **groups}, description(shards, inner))
+        zero, own = state["zero"], description(shards, inner)
+        for groups in (zero["groups"], len(state["param_groups"])):
+            check_described({**zero, "groups": groups}, own)
+        keys = {*own, "shard", "rank", "world_size", *PROGRESS, "digest"}
+        if zero.keys() - {"every_rank"} != keys or zero["digest"] != digest_of(zero):
+            raise InputError(
+                "what a state dict says of its progress under zero must be as it was saved, got "
+                f"{zero}; the state is damaged."
+            )
         if state["zero"]["shard"] != shard_kind(shards):
             raise InputError(
                 f"a state dict must be loaded into an optimizer of the same shard: it was saved "
@@ -142,9 +157,9 @@ def read(
         present, given_states = shards.recipe_states(), state["recipe_state"]
         for i in present.keys() | given_states.keys():
             remedy = "load it into the optimizer of a model with the recipes that it had"
-            weight, own = shards.weights[i], present.get(i, {})
+            weight, held = shards.weights[i], present.get(i, {})
             assert weight.storage is not None
-            check_state(weight.name, weight.storage.recipe, own, given_states.get(i, {}), remedy)
+            check_state(weight.name, weight.storage.recipe, held, given_states.get(i, {}), remedy)
     _check_origin([state["zero"] for state in saved], shards.comm)
     entries = {i: _reshard(saved, i, shards) for i in shards.held}
     whole = {i: _whole_state(saved, i, shards) for i in shards.whole or ()}
@@ -282,6 +297,12 @@ def description(shards: ShardedWeights, inner: InnerOptimizer) -> StateDict:
     return describe(inner.optimizer, len(inner.optimizer.param_groups), weights)
 
 
+def digest_of(zero: Mapping[str, Any]) -> str:
+    """Return a digest of the :data:`PROGRESS` in what a state says under ``zero``."""
+    text = repr([zero[key] for key in PROGRESS])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def shard_kind(shards: ShardedWeights) -> str:
     """Return how weights are divided, as ``ZeroOptimizer(shard=...)`` says it."""
     return "element" if shards.whole is None else "matrix"
@@ -312,11 +333,13 @@ def _reshard(saved: Sequence[StateDict], index: int, shards: ShardedWeights) -> 
     for entry in entries:
         master, start = entry["master"], entry["start"]
         is_flat = (master.dtype, master.dim()) == (torch.float32, 1)
-        if not is_flat or type(start) is not int or start < 0:
+        most = shards.weights[index].param.numel()
+        is_inside = type(start) is int and 0 <= start <= most - master.numel()
+        if not is_flat or not is_inside:
             raise InputError(
                 f"the master of {shards.weights[index].name} must be torch.float32, flat, and start"
-                f" at an element, got {master.dtype} {list(master.shape)} from {start!r} on; the "
-                "state is damaged."
+                f" at an element, got {master.dtype} {list(master.shape)} from {start!r} on, of "
+                f"{most}; the state is damaged."
             )
     for entry in sorted(entries, key=lambda entry: entry["start"]):
         held = Extent(entry["start"], entry["start"] + entry["master"].numel())

@@ -214,7 +214,14 @@ def state_kinds(
 
     Raises:
         InputError: where the class refuses the options.
+        NonFiniteError: where an option is a NaN.
     """
+    for name, option in saved.items():
+        for value in option if isinstance(option, list | tuple) else [option]:
+            if isinstance(value, float):
+                value = torch.tensor(value, device="cpu")
+            if isinstance(value, torch.Tensor):
+                check_numbers(f"{name} of the saved options", value, finite=False)
     kind: Any = type(optimizer)
     shape = tuple(range(2, 2 + like.dim()))
     with undisturbed(like.device), torch.inference_mode(False), torch.no_grad():
