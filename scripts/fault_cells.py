@@ -31,7 +31,10 @@ PHASES = (
     "reduce_scatter", "optimizer", "partial_amax", "reduce_amax", "compute_scale", "partial_cast",
     "store_plain", "all_gather_scales", "all_gather", "post_all_gather_processing",
 )  # fmt: skip
-IN_PHASES = ("raises", "interrupted", "stalls", "signalled while others wait", "killed", "stopped")
+WITH_STORE = ("killed with the store", "stopped with the store")
+"""How cells begin in which the faulty rank serves the group's store."""
+IN_PHASES = ("raises", "interrupted", "stalls", "signalled while others wait", "killed", "stopped",
+             *WITH_STORE)  # fmt: skip
 ENDS_PROCESS = ("killed", "stopped", "exits")
 """How cells begin whose faulty process ends."""
 ALL_EXIT = "may all exit while codes are gathered"
@@ -110,7 +113,7 @@ def in_phase(fault: str, phase: str) -> Callable[[Run], None]:
             "signalled while others wait": lambda: time.sleep(1.5),
             "killed": _by_signal(signal.SIGKILL),
             "stopped": _by_signal(signal.SIGSTOP),
-        }[fault]
+        }[fault.removesuffix(" with the store")]
         if rank == FAULTY:
             run.optimizer.on_phase = AtPhase(phase, does)
         for number in range(1, STEPS):

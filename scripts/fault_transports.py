@@ -1,7 +1,8 @@
 """Runs the cells of scripts/fault_matrix.py on threads, on gloo and on MPI.
 
-Ranks of gloo and of threads run in processes forked for the cell; those of MPI in one job for all
-cells that leave the processes alive, and in one of its own for each that ends one. A rank leaves
+Ranks of gloo and of threads run in processes forked for the cell, those of gloo over a TCPStore, as
+under torchrun; those of MPI in one job for all cells that leave the processes alive, and in one of
+its own for each that ends one. A rank leaves
 what it saw in a file, so that it is there whatever becomes of its process.
 """
 
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fault_cells import ALL_EXIT, CELLS, FAULTY, NOT_OF_THREADS, OF_GLOO, RANKS, TIMEOUT, Run, ends
+from fault_cells import (
+    ALL_EXIT,
+    CELLS,
+    FAULTY,
+    NOT_OF_THREADS,
+    OF_GLOO,
+    RANKS,
+    TIMEOUT,
+    WITH_STORE,
+    Run,
+    ends,
+)
 
 import zerocast
 from zerocast.comm import (
@@ -56,7 +69,7 @@ class Outcome:
 
 def run(kind: str, cells: Sequence[str], patience: float) -> Iterator[tuple[str, Outcome]]:
     """Run those of ``cells`` that there are on a transport, each as long as ``patience`` lasts."""
-    missing = {"threads": NOT_OF_THREADS, "mpi": OF_GLOO}.get(kind, ())
+    missing = {"threads": NOT_OF_THREADS, "mpi": (*OF_GLOO, *WITH_STORE)}.get(kind, ())
     own = [cell for cell in cells if not cell.startswith(missing)]
     if kind == "mpi":
         alive = [cell for cell in own if not ends(cell)]
@@ -131,9 +144,10 @@ def _threads_cell(cell: str, folder: Path) -> None:
         _write(folder, rank, {**saw, "again": again[rank]})
 
 
-def _gloo_rank(cell: str, folder: Path, rank: int) -> None:
+def _gloo_rank(cell: str, folder: Path, port: int, rank: int) -> None:
     """One rank of a cell, in a process of its own."""
-    store = dist.FileStore(str(folder / "store"), RANKS)
+    serves = rank == (FAULTY if cell.startswith(WITH_STORE) else 0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     comm = TorchDistributedCommunicator(dist.group.WORLD, timeout=TIMEOUT)
     saw, checkpoint = _first_part(comm, cell)
@@ -141,10 +155,10 @@ def _gloo_rank(cell: str, folder: Path, rank: int) -> None:
     if ends(cell):
         return
     dist.destroy_process_group()
-    store = dist.FileStore(str(folder / "again"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    again = _second_part(TorchDistributedCommunicator(dist.group.WORLD, timeout=30), checkpoint)
-    _write(folder, rank, {**saw, "again": again})
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=RANKS)
+    comm = TorchDistributedCommunicator(dist.group.WORLD, timeout=30)
+    _write(folder, rank, {**saw, "again": _second_part(comm, checkpoint)})
     dist.destroy_process_group()
 
 
@@ -155,7 +169,10 @@ def _run_forked(kind: str, cell: str, patience: float) -> Outcome:
     if kind == "threads":
         pids = [_forked(lambda: _threads_cell(cell, folder))]
     else:
-        pids = [_forked(lambda r=rank: _gloo_rank(cell, folder, r)) for rank in range(RANKS)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pids = [_forked(lambda r=rank: _gloo_rank(cell, folder, port, r)) for rank in range(RANKS)]
 
     def is_done() -> bool:
         return needed is not None and needed <= {*_read(folder)}

@@ -11,6 +11,7 @@ from tests.support.claims import assert_same_tensors
 from tests.support.ranks import MPI_RANKS, on_gloo
 from zerocast.comm import TorchDistributedCommunicator
 from zerocast.comm.torch_peers import TorchPeers
+from zerocast.errors import ZerocastError
 
 
 @on_gloo(MPI_RANKS)
@@ -57,6 +58,20 @@ def test_maxima_of_a_few_numbers_take_no_collective_of_their_own(comm, monkeypat
         assert numbers.tolist() == list(range(numel))
     comm.all_reduce_sum_(torch.ones(2))
     assert reduced == [9, 2]
+
+
+@on_gloo(2)
+def test_ranks_go_on_after_an_error_together_or_not_at_all(comm):
+    """What they send before each collective says it, whether or not they have read the store."""
+    comm = TorchDistributedCommunicator(dist.new_group())
+    comm.barrier()
+    comm.announce(OSError("planted"))
+    comm.barrier()
+    if comm.rank == 1:
+        comm.announce(OSError("planted again"))
+    said = "after an error in 2: barrier" if comm.rank else "after an error in 2|planted again"
+    with pytest.raises(ZerocastError, match=said):
+        comm.barrier()
 
 
 @on_gloo(2)

@@ -165,6 +165,7 @@ class MpiPeers(Peers):
             if now - looked < 1e-3:
                 continue
             looked = now
+            self._listen()
             self._look(made)
             if now - made.begun > _BUSY:
                 time.sleep(1e-4)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from zerocast.comm.failure import (
     GRACE,
@@ -54,6 +54,8 @@ class Call:
         count: its place among the group's collectives.
         timeout: seconds to wait for others.
         begun: when this rank called it.
+        raised: the count that this rank told with its last exception, if any: the same on all ranks
+            that go on from it together.
         requests: the requests of all that is sent and received for it.
         heard_at: when this rank was told that another makes no further collectives.
     """
@@ -62,13 +64,15 @@ class Call:
     count: int
     timeout: float
     begun: float
+    raised: int | None = None
     requests: list[Any] = field(default_factory=list)
     heard_at: float | None = None
 
     @property
     def header(self) -> bytes:
         """The bytes that other ranks compare with their own."""
-        return f"{self.count} {self.text}".encode()[:HEADER].ljust(HEADER)
+        after = "" if self.raised is None else f", after an error in {self.raised}:"
+        return f"{self.count}{after} {self.text}".encode()[:HEADER].ljust(HEADER)
 
 
 def node() -> str:
@@ -94,6 +98,9 @@ class Peers(ABC):
         reads_memory: whether none is known to be unable to read the memory of another: on all of
             them alike.
     """
+
+    _listens_first: ClassVar[bool] = True
+    """Whether a rank listens when it calls a collective, and not only while it waits."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -136,19 +143,22 @@ class Peers(ABC):
 
     def _call(self, text: str, timeout: float) -> Call:
         """Begin to call a collective; raise where it cannot come to an end."""
-        made = Call(text, self._count + 1, timeout, time.monotonic())
+        own = self._said.get(self._rank)
+        raised = own.count if own is not None and own.kind == RAISED else None
+        made = Call(text, self._count + 1, timeout, time.monotonic(), raised)
+        if self._listens_first:
+            self._listen()
         self._look(made, LATE)
         return made
 
     def _look(self, made: Call, kind: str = WAITS) -> None:
-        """Raise if the collective cannot be expected to end; then this rank tells the others
-        ``kind``.
+        """Raise if, by what was heard, the collective cannot be expected to end; then this rank
+        tells the others ``kind``.
         """
         if self._failure is not None:
             raise PeerFailedError(
                 f"{made.text} cannot end after a failure of its group: {self._failure}"
             )
-        self._listen()
         lost, now = self._lost(), time.monotonic()
         if lost is not None:
             # A rank that raised after it had begun this collective may still complete it.

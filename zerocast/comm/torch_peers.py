@@ -5,7 +5,9 @@ process where two ranks' tensors differ in length. So a rank waits in slices of 
 these reads what others have told. Before each collective every rank sends each other 136 bytes:
 what it calls, its number in the order of calls, and a number of its node. A maximum of a few
 numbers travels in these bytes and takes no further collective: so do all answers by which ranks
-agree. Ranks tell that they give up, or what they raised, in the group's store.
+agree. Ranks tell that they give up, or what they raised, in the group's store. A rank reads it only
+when it has waited for a slice of time, and never waits for its host longer than for such a slice:
+another that has failed sends no bytes, so nobody comes past them.
 
 NCCL has its own watchdog, which ends the process after the group's timeout. Its collectives, in
 which the host takes no part, are not watched here; an error of torch's becomes
@@ -16,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,8 +31,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zerocast.comm.communicator import Wait
-from zerocast.comm.failure import DEFAULT_TIMEOUT, Said
+from zerocast.comm.failure import DEFAULT_TIMEOUT, GRACE, LATE, WAITS, Said
 from zerocast.comm.peers import Begin, Call, Peers
+from zerocast.comm.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -42,15 +47,15 @@ _of_groups: weakref.WeakKeyDictionary[ProcessGroup, TorchPeers] = weakref.WeakKe
 class TorchPeers(Peers):
     """The other ranks of one ProcessGroup: see :meth:`of`."""
 
+    _listens_first = False
+
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = weakref.ref(group)
-        store = dist.PrefixStore("zerocast", c10d._get_process_group_store(group))
-        made = 0
-        # A group that is made again has the name of the one that failed, whose words stay in it.
-        with contextlib.suppress(RuntimeError):
-            made = store.add(f"made by {self._rank}", 1)
-        self._store = dist.PrefixStore(f"{made}", store)
+        self._store = dist.PrefixStore("zerocast", c10d._get_process_group_store(group))
+        self._heard: dict[int, Said] = {}
+        self._thread = StoreThread()
+        self._thread.call(self._open, 0.0)
 
     @classmethod
     def of(cls, group: ProcessGroup) -> TorchPeers:
@@ -127,15 +132,21 @@ class TorchPeers(Peers):
     def _until(self, made: Call, work: Work) -> None:
         """Wait for a collective of gloo; raise if it cannot be expected to end."""
         while True:
-            try:
+            with contextlib.suppress(RuntimeError):
                 work.wait(_SLICE)
                 return
-            except RuntimeError:
-                # Over by now: it failed, or it ended behind the end of this slice.
-                if work.is_completed():
+            # Over by now: it failed, or it ended behind the end of this slice.
+            if is_over := work.is_completed():
+                with contextlib.suppress(RuntimeError):
                     work.wait()
                     return
-            self._look(made)
+            self._listen()
+            # Who gave up had waited for most of the timeout, and so before this rank called.
+            is_new = time.monotonic() - made.begun < min(GRACE, made.timeout / 2)
+            given_up = {words.kind for words in self._said.values()} <= {WAITS, LATE}
+            self._look(made, LATE if is_new and given_up else WAITS)
+            if is_over:
+                work.wait()  # Nobody has told more than its error.
 
     def _keep(self, made: Call, memory: Any) -> None:
         """Nothing: torch keeps tensors as long as it uses them."""
@@ -147,16 +158,29 @@ class TorchPeers(Peers):
     # --- what ranks tell: a store that is gone, with the rank that kept it, says nothing ---
 
     def _send(self, words: Said) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set(str(self._rank), json.dumps(dataclasses.astuple(words)))
-            self._store.set(_FLAG, "yes")
+        self._thread.call(functools.partial(self._write, words), GRACE)
 
     def _listen(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([_FLAG]):
-                for rank in range(self._size):
-                    if rank != self._rank and self._store.check([str(rank)]):
-                        self._said[rank] = Said(*json.loads(self._store.get(str(rank))))
+        if self._thread.is_idle:  # else the store has not answered yet
+            self._thread.call(self._read, _SLICE.total_seconds())
+        self._said.update(self._heard)
+
+    # in the thread
+
+    def _open(self) -> None:
+        # A group that is made again has the name of the one that failed, whose words stay in it.
+        made = self._store.add(f"made by {self._rank}", 1)
+        self._store = dist.PrefixStore(f"{made}", self._store)
+
+    def _write(self, words: Said) -> None:
+        self._store.set(str(self._rank), json.dumps(dataclasses.astuple(words)))
+        self._store.set(_FLAG, "yes")
+
+    def _read(self) -> None:
+        if self._store.check([_FLAG]):
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([str(rank)]):
+                    self._heard[rank] = Said(*json.loads(self._store.get(str(rank))))
 
 
 def timeout_of(group: ProcessGroup) -> float:
