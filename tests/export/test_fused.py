@@ -35,7 +35,7 @@ def uneven() -> torch.nn.Module:
 
 
 def static(dialect: str, model: torch.nn.Module, *kept: str) -> dict[str, object]:
-    """The scales of the inputs of all linear layers but those ``kept``, where a dialect needs any."""
+    """The scales of inputs that a dialect needs: of all linear layers but those ``kept``."""
     linear = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
     cast = [name for name in linear if not any(part in name for part in kept)]
     return {"input_scales": dict.fromkeys(cast, 1.0)} if dialect == "modelopt/fp8" else {}
