@@ -566,3 +566,17 @@ class Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+@pytest.mark.parametrize("keep", [lambda t: [t], lambda t: {"latest": t}])
+def test_state_that_would_not_come_back_is_refused(tmp_path: Path, keep: Any) -> None:
+    """Tensors inside of a list or dict that an optimizer keeps of a weight: by name, at the save,
+    and what was saved before stays.
+    """
+    optimizer = job(1.0)
+    save(tmp_path / "c", optimizer)
+    (weight,) = optimizer.inner.param_groups[0]["params"]
+    optimizer.inner.state[weight]["window"] = keep(torch.ones(3))
+    message = message_of(InputError, save, tmp_path / "c", optimizer)
+    assert "under 'window' of w" in message, message
+    assert value_at(tmp_path / "c") == 1.0

@@ -55,14 +55,25 @@ class Contents:
     shares: dict[str, Share] = field(default_factory=dict)
 
     def put_state(self, name: str, key: str, value: Any, share: Share | None) -> None:
-        """Add what the optimizer keeps of a weight; ``share`` where it has the weight's shape."""
+        """Add what the optimizer keeps of a weight; ``share`` where it has the weight's shape.
+
+        Raises:
+            InputError: for tensors inside of a list, tuple or dict, and values that are no JSON.
+        """
         kinds, place = self.said["state"].setdefault(name, {}), f"state.{name}.{key}"
         if share is not None:
             kinds[key], self.shares[place] = SHARD, share
         elif isinstance(value, torch.Tensor):
             kinds[key], self.shares[place] = WHOLE, Share.of(value)
         else:
-            kinds[key] = {"value": encode(value, place, {})}
+            inside: dict[str, torch.Tensor] = {}
+            kinds[key] = {"value": encode(value, place, inside)}
+            if inside:
+                raise InputError(
+                    f"what an optimizer keeps of a weight must be tensors, numbers or text, got "
+                    f"tensors in a {type(value).__name__} under {key!r} of {name}, which loading "
+                    f"would miss; keep each tensor under a key of its own."
+                )
 
     def put_optimizer(self, said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
         """Add what an optimizer says of itself, and the options of its param groups."""
