@@ -14,9 +14,9 @@ ranks, byte for byte.
 """
 
 from zerocast.export.dialects import Dialect, TensorScale
+from zerocast.export.export_report import ExportReport
 from zerocast.export.known_dialects import DIALECTS
 from zerocast.export.pretrained import decode_tensors, load_pretrained, save_pretrained
-from zerocast.export.report import ExportReport
 from zerocast.export.weights import Export
 
 __all__ = [

@@ -18,7 +18,6 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
-from zerocast.export.amax_groups import AmaxGroups
 from zerocast.export.configuration import Configuration, check_ties, check_weights_are_read
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
@@ -36,6 +35,7 @@ from zerocast.export.entries import (
     stored_tensors,
     whole,
 )
+from zerocast.export.entry_groups import AmaxGroups
 from zerocast.export.experts import has_place, matrix_entries
 from zerocast.export.input_scales import InputScales, with_input_scales
 from zerocast.export.known_dialects import as_dialect
@@ -51,8 +51,8 @@ from zerocast.export.stages import (
 )
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
+from zerocast.export.unwrapping import check_unwrapped, unwrapped
 from zerocast.export.values import check_finite, check_tensor_scale
-from zerocast.export.wrappers import check_unwrapped, unwrapped
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
