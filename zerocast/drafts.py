@@ -53,7 +53,7 @@ def publish(drafts: Path, *, last: str = "", overwrite: bool = False) -> dict[st
             name = str(draft.relative_to(drafts))
             path = drafts.parent / name
             draft.chmod(mode)
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if not overwrite:
                 path.open("xb").close()  # a rename would replace what another program wrote now
             sizes[name] = draft.stat().st_size

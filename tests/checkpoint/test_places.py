@@ -580,3 +580,17 @@ def test_state_that_would_not_come_back_is_refused(tmp_path: Path, keep: Any) ->
     message = message_of(InputError, save, tmp_path / "c", optimizer)
     assert "under 'window' of w" in message, message
     assert value_at(tmp_path / "c") == 1.0
+
+
+def test_state_of_one_rank_that_would_not_come_back_is_refused_on_all(tmp_path: Path) -> None:
+    """Of a matrix that one rank steps, the other has no state."""
+
+    def run(comm: Communicator) -> str:
+        weight = torch.nn.Parameter(quantize(torch.ones(SHAPE), "nvfp4"))
+        optimizer = ZeroOptimizer([("w", weight)], group=comm, shard="matrix")
+        for own in optimizer.inner.param_groups[0]["params"]:
+            if own.numel():
+                optimizer.inner.state[own]["window"] = [torch.ones(3)]
+        return message_of(InputError, save, tmp_path / "c", optimizer)
+
+    assert all("under 'window' of w" in said for said in run_in_process(2, run))

@@ -13,6 +13,7 @@ from tests.support.claims import message_of
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError
 from zerocast.export import save_pretrained
+from zerocast.refit import Receiver, Refit
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -152,3 +153,43 @@ def test_a_value_that_is_not_finite_is_refused_in_high_precision_too(tmp_path, n
     with pytest.raises(zerocast.NonFiniteError, match=f"{name} holds a NaN or an infinity"):
         save_pretrained(model, tmp_path / "other", dialect="modelopt/mxfp8")
     assert not any((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_value_that_is_not_finite_on_one_rank_is_refused_on_all(dtype):
+    """A frozen weight is each rank's own memory, and no rank may wait for one that has raised."""
+
+    def run(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)).bfloat16()
+        model[1].requires_grad_(False)
+        zerocast.nn.convert(model, "mxfp8")
+        if comm.rank == 1:
+            model[1].weight[3] = float("nan")
+        export = zerocast.export.Export(model, "modelopt/mxfp8", dtype=dtype, group=comm)
+        return message_of(zerocast.NonFiniteError, lambda: [*export.buckets()])
+
+    assert all("1.weight holds a NaN" in said for said in zerocast.comm.run_in_process(2, run))
+
+
+def test_deltas_of_values_that_are_not_finite_are_refused():
+    """As whole tensors are, and before any is sent on."""
+    model = _qwen3(tie=False)
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    refit = Refit(model, "modelopt/mxfp8", bucket_bytes=1 << 30)
+    held = Receiver()
+    for name, delta in refit.deltas(held.version):
+        held.apply_delta(name, delta)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("inf")
+    with pytest.raises(zerocast.NonFiniteError, match=r"model\.norm\.weight"):
+        list(refit.deltas(held.version))
+
+
+def test_a_number_is_stored_under_the_name_of_transformers(tmp_path):
+    """A parameter without dimensions, such as CLIP's ``logit_scale``."""
+    model = _qwen3(tie=False)
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.5).bfloat16()))
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    save_pretrained(model, tmp_path, dialect="modelopt/mxfp8")
+    assert load_file(tmp_path / "model.safetensors")["scale"].item() == 2.5

@@ -115,6 +115,8 @@ def _save(
     for training in trainings:
         training.put(contents)
     with attempt:
+        if contents.error is not None:
+            raise contents.error
         own = _put_values(contents, extra, of_rank, comm.rank)
         for name, share in contents.shares.items():
             if name.startswith("master."):

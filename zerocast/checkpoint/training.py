@@ -49,16 +49,18 @@ class Contents:
         said: JSON values; equal on all ranks, but for ``said["state"]``, of which each rank has
             that of the weights of which it holds elements.
         shares: the part that it has of each tensor, by name.
+        error: the first thing of this rank that cannot be saved; None where all can.
     """
 
     said: dict[str, Any] = field(default_factory=lambda: {"optimizers": [], "state": {}})
     shares: dict[str, Share] = field(default_factory=dict)
+    error: InputError | None = None
 
     def put_state(self, name: str, key: str, value: Any, share: Share | None) -> None:
         """Add what the optimizer keeps of a weight; ``share`` where it has the weight's shape.
 
-        Raises:
-            InputError: for tensors inside of a list, tuple or dict, and values that are no JSON.
+        Of tensors inside of a list, tuple or dict, and of values that are no JSON, :attr:`error`
+        tells.
         """
         kinds, place = self.said["state"].setdefault(name, {}), f"state.{name}.{key}"
         if share is not None:
@@ -67,9 +69,12 @@ class Contents:
             kinds[key], self.shares[place] = WHOLE, Share.of(value)
         else:
             inside: dict[str, torch.Tensor] = {}
-            kinds[key] = {"value": encode(value, place, inside)}
+            try:
+                kinds[key] = {"value": encode(value, place, inside)}
+            except InputError as error:
+                self.error = self.error or error
             if inside:
-                raise InputError(
+                self.error = self.error or InputError(
                     f"what an optimizer keeps of a weight must be tensors, numbers or text, got "
                     f"tensors in a {type(value).__name__} under {key!r} of {name}, which loading "
                     f"would miss; keep each tensor under a key of its own."

@@ -57,7 +57,7 @@ def _serve(calls: _Calls) -> None:
         if not is_gone:
             try:
                 function()
-            except RuntimeError:
+            except Exception:
                 is_gone = True
         done.set()
         del given, function, done  # what they hold must not live as long as the thread sleeps

@@ -98,6 +98,12 @@ class Entry:
         return dict(zip(self.parts, matrices, strict=True))
 
     @property
+    def is_value(self) -> bool:
+        """Whether it is a parameter that stays as it is, and whose values must be finite."""
+        is_parameter = isinstance(self.tensor, torch.nn.Parameter)
+        return self.recipe is None and is_parameter and self.dtype.is_floating_point
+
+    @property
     def num_bytes(self) -> int:
         """About how many bytes it takes in the checkpoint: codes and no scales."""
         bits = 8 * self.dtype.itemsize if self.recipe is None else self.recipe.numerics.fmt.bits

@@ -222,9 +222,7 @@ DIALECTS = {
         _deepseek("fp8-triton", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_TRITON)),
         _deepseek("fp8-ue8m0", Float8BlockScaling(), _UE8M0),
         # vLLM expects FP32 scales in a checkpoint of DeepSeek-V4 whose experts are FP8.
-        _deepseek(
-            "v4-fp8", Float8BlockScaling(), {**_UE8M0, "expert_dtype": "fp8"}, scales="scale"
-        ),
+        _deepseek("v4-fp8", Float8BlockScaling(), {**_UE8M0, **_FP8_EXPERTS}, scales="scale"),
         _V4_MXFP4,
         _deepseek(
             "v4",

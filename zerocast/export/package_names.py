@@ -43,7 +43,7 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
         if names != [entry.name]:
             state[entry.name] = numbers.view(*entry.shape[:-2], -1, 1)
         elif not own[0].experts:  # stacks that a checkpoint has fused keep their own name
-            state[entry.name] = numbers.expand((_SIDE,) * entry.tensor.dim())
+            state[entry.name] = numbers[0].expand((_SIDE,) * entry.tensor.dim())
         ours += names
     try:
         theirs = loading.revert_weight_conversion(source, dict(state))

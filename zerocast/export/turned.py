@@ -19,18 +19,18 @@ from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 
 def is_turned(source: Source, name: str) -> bool:
-    """Say whether a parameter of a module of experts holds matrices as [in, out]: its gate_up_proj
-    has then as many rows as its down_proj has columns, and twice as many if they are [out, in]. An
-    optimizer or a plan does not know modules, so of its weights that is denied.
+    """Say whether a parameter of a module of experts holds matrices as [in, out]: transformers says
+    so of some, and of others their shapes, gate_up_proj having as many rows as down_proj columns.
+    An optimizer or a plan does not know modules, so of its weights that is denied.
     """
     if not isinstance(source, torch.nn.Module):
         return False
     module = source.get_submodule(name.rpartition(".")[0])
-    both = [getattr(module, each, None) for each in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(each, torch.Tensor) and each.dim() > 2 for each in both):
-        return False
-    gate_up, down = (present(each).shape for each in both)
-    return bool(gate_up[-2] == down[-1])
+    if getattr(module, "is_transposed", False):
+        return True
+    gate_up, down = (getattr(module, each, None) for each in ("gate_up_proj", "down_proj"))
+    are_stacks = all(isinstance(each, torch.Tensor) and each.dim() > 2 for each in (gate_up, down))
+    return are_stacks and bool(present(gate_up).shape[-2] == present(down).shape[-1])
 
 
 def turned_shape(shape: torch.Size) -> torch.Size:

@@ -172,7 +172,6 @@ class Export:
             entries = [each for _, own in parts for each in own]
             entries = groups.of_entries(entries)
             of_weights = {entry.name: [each.name for each in own] for entry, own in parts}
-            groups.check_fused(self.dialect, of_weights, entries)
             entries = renamed(entries, self._names, self.dialect)
             check_unwrapped(entry.stored for entry in entries)
             if not any(entry.recipe for entry in entries):
@@ -182,6 +181,7 @@ class Export:
                     f"zerocast.nn.convert first, or name layers in include."
                 )
             check_weights_are_read(self.dialect, entries, model)
+            groups.check_fused(self.dialect, of_weights, entries)
             self.entries = with_input_scales(self.dialect, entries, input_scales)
             self.config = Configuration(model, self.entries, self.dialect, self._names, modules)
 
@@ -360,7 +360,7 @@ class Export:
             if entry.recipe is None:
                 value = whole(entry.tensor, entry.dtype)
                 tensors |= entry.named(value)
-                if isinstance(entry.tensor, torch.nn.Parameter) and value.is_floating_point():
+                if entry.is_value:
                     judged[entry.name] = value
                 continue
             storage, dialect = cast[entry.name], self.dialect.of(entry.name)
@@ -369,5 +369,6 @@ class Export:
                 tensors[entry.stored_name(part)] = tensor
                 if part == dialect.scales:
                     judged[entry.name] = tensor
-        check_finite(judged)
+        with raising_together(self.comm):  # values that stay as they are may differ between ranks
+            check_finite(judged)
         return tensors

@@ -115,8 +115,8 @@ def convert(
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
             amax, from this conversion on and in every cast. ``"auto"``: those of models of
             transformers and torchtitan that servers are known to fuse
-            (:mod:`zerocast.cast.amax_groups`), where the recipe has a scale of the tensor; of
-            other classes none, and under ``"high_precision"`` none. Or patterns of fully
+            (:mod:`zerocast.cast.amax_groups`), where the recipe has a scale of the tensor and its
+            columnwise copy is not cast from the transposed tensor; of other classes none, and under ``"high_precision"`` none. Or patterns of fully
             qualified names, ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; ``()`` for no
             groups. With ``weights="master"`` the layers must be sharded over the same ranks and
             gathered in one dtype; those of ``"auto"`` that are not share nothing.
@@ -262,7 +262,7 @@ def convert(
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
     names = tuple(found[0][0] for found in taken.values())
-    shared = grouped_names(named)
+    shared = grouped_names(named) if recipe.scales_tensor else ()
     return ConversionReport(recipe, tuple(converted), left, coverage(model), names, shared)
 
 

@@ -219,7 +219,7 @@ def state_kinds(
     for name, option in saved.items():
         for value in option if isinstance(option, list | tuple) else [option]:
             if isinstance(value, float):
-                value = torch.tensor(value, device="cpu")
+                value = torch.tensor(value, dtype=torch.float64, device="cpu")
             if isinstance(value, torch.Tensor):
                 check_numbers(f"{name} of the saved options", value, finite=False)
     kind: Any = type(optimizer)

@@ -53,8 +53,11 @@ class BufferSpec:
         if self.fill:
             for part in made.view(-1).split(_FILLED_AT_ONCE):
                 part.fill_(self.fill)
-        else:
+            return made
+        try:
             ctypes.memset(made.data_ptr(), 0, made.nbytes)
+        except RuntimeError:  # torch.compile looks at tensors that have no memory
+            made.zero_()
         return made
 
 

@@ -225,8 +225,13 @@ class Refit:
         names = {
             entry.stored_name(export.dialect.of(entry.name).scales): entry.name for entry in stage
         }
+        for entry in stage:
+            if entry.is_value:
+                names |= dict.fromkeys(entry.parts or (entry.stored,), entry.name)
         with raising_together(export.comm):  # its owner alone knows the scale of a block
-            check_finite({names[p.name]: p.values for p in pieces if p.name in names})
+            for piece in pieces:
+                if piece.name in names:
+                    check_finite({names[piece.name]: piece.values})
         return plan, tensors, pieces
 
     # --- what was sent last ---
