@@ -116,7 +116,8 @@ def convert(
             amax, from this conversion on and in every cast. ``"auto"``: those of models of
             transformers and torchtitan that servers are known to fuse
             (:mod:`zerocast.cast.amax_groups`), where the recipe has a scale of the tensor and its
-            columnwise copy is not cast from the transposed tensor; of other classes none, and under ``"high_precision"`` none. Or patterns of fully
+            columnwise copy is not cast from the transposed tensor; of other classes none, and
+            under ``"high_precision"`` none. Or patterns of fully
             qualified names, ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; ``()`` for no
             groups. With ``weights="master"`` the layers must be sharded over the same ranks and
             gathered in one dtype; those of ``"auto"`` that are not share nothing.
