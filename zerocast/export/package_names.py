@@ -38,8 +38,8 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
     state: dict[str, torch.Tensor] = {}
     for entry, own in parts:
         names = [each.name for each in own] if own[0].recipe else [*own[0].parts] or [entry.name]
-        first = len(ours)
-        numbers = torch.arange(first, first + len(names), dtype=torch.float64, device="cpu")
+        end = len(ours) + len(names)
+        numbers = torch.arange(len(ours), end, dtype=torch.float64, device="cpu")
         if names != [entry.name]:
             state[entry.name] = numbers.view(*entry.shape[:-2], -1, 1)
         elif not own[0].experts:  # stacks that a checkpoint has fused keep their own name
@@ -55,12 +55,12 @@ def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]
     stacks = {int(state[each.name].flatten()[0]): each.name for each, own in parts if own[0].parts}
     found: dict[str, str] = {}
     for name, values in theirs.items():
-        first = values.reshape(-1)[0]
-        mine, stack = ours[int(first)], stacks.get(int(first))
+        number = int(values.reshape(-1)[0])
+        mine, stack = ours[number], stacks.get(number)
         if stack is not None and values.numel() == state[stack].numel() > 1:
             found[stack] = name
             continue
         is_whole = values.numel() == (state[mine].numel() if mine in state else 1)
-        if is_whole and bool((values == first).all()):
+        if is_whole and bool((values == number).all()):
             found[mine] = name
     return found

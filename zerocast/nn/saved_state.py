@@ -118,9 +118,8 @@ def state_to_load(weight: torch.Tensor, saved: object) -> SavedState | None:
     """
     if (gather := gather_of(weight)) is None:
         return SavedState({}, {})
-    if isinstance(saved, torch.Tensor) and saved.dtype == torch.uint8 and not saved.numel():
-        return None
-    if saved is None:
+    is_empty = isinstance(saved, torch.Tensor) and saved.dtype == torch.uint8 and not saved.numel()
+    if saved is None or is_empty:
         return None
     owner, tensors = unpack(saved, gather.name)
     remedy = (
