@@ -1,15 +1,18 @@
-"""Recomputed activations give the gradients of kept ones, bit for bit, and record amaxes once."""
+"""Recomputed activations give the gradients of kept ones, bit for bit, or an error that names the
+function which does.
+"""
 
 from functools import cache, partial
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.support.claims import assert_same_tensors
 from tests.support.layers import RECIPES, every_recipe, kept_for_backward, step
-from tests.support.llama import HIDDEN_96, checkpoint_activations, llama, tokens
+from tests.support.llama import CONTEXTS, HIDDEN_96, checkpoint_activations, llama, tokens
 from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
@@ -39,20 +42,58 @@ def nested(model, x):
     return nn.checkpoint(lambda x: rest(nn.checkpoint(first, x)), x)
 
 
+class Foreign(torch.autograd.Function):
+    """A checkpoint of somebody's own."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+def every_other_product(ctx, op, *args, **kwargs):
+    """A policy of selective checkpoints: torchtitan's keeps every other product."""
+    if op is not torch.ops.aten.mm.default:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    ctx_name = "recomputed" if ctx.is_recompute else "first"
+    count = every_other_product.counts[ctx_name] = every_other_product.counts.get(ctx_name, 0) + 1
+    return CheckpointPolicy.MUST_SAVE if count % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(function, x):
+    """torch's selective checkpoint."""
+    every_other_product.counts = {}
+    contexts = partial(create_selective_checkpoint_contexts, every_other_product)
+    return torch_checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
 ALONE = {
     "torch's alone": partial(torch_checkpoint, use_reentrant=False),
     "torch's alone, reentrant": partial(torch_checkpoint, use_reentrant=True),
+    "selective": selective,
+    "accelerate's": partial(layer_by_layer, checkpoint=lambda m, x: checkpoint_wrapper(m)(x)),
+    "foreign": Foreign.apply,
 }
-"""torch's own function and nothing else, in both of its modes."""
+"""Functions of others, which know nothing of regions and states."""
 OURS = {"ours": nn.checkpoint, "ours, reentrant": partial(nn.checkpoint, use_reentrant=True)}
-WAYS = ALONE | OURS | {
+KEEPING = OURS | {
     "torch's": partial(torch_checkpoint, use_reentrant=False, context_fn=checkpoint_contexts),
     "layer by layer": layer_by_layer,
     "nested": nested,
-    "accelerate's": partial(layer_by_layer, checkpoint=lambda m, x: checkpoint_wrapper(m)(x)),
-}  # fmt: skip
-every_way = pytest.mark.parametrize("run", WAYS.values(), ids=WAYS)
-torchs_ways = pytest.mark.parametrize("run", ALONE.values(), ids=ALONE)
+}
+"""Those that keep region and state."""
+WAYS = ALONE | KEEPING
+keeping = pytest.mark.parametrize("run", KEEPING.values(), ids=KEEPING)
+alone = pytest.mark.parametrize("run", ALONE.values(), ids=ALONE)
 both_modes = pytest.mark.parametrize("use_reentrant", [True, False])
 
 
@@ -73,12 +114,12 @@ def trained_plainly(recipe, *, inside):
     return train(recipe, plain, inside=inside)
 
 
-# Every recipe in every way. Each meets the backward in both places; one pair does only where the
-# recipe remembers, since the others read nothing that a region has when it ends.
+# Every recipe in every way that it can have. Recipes with state meet the backward in both places,
+# the others in one.
 IN_BOTH_PLACES = [
     pytest.param(recipe, run, inside, id=f"{name}-{way}-{'inside' if inside else 'after'}")
     for i, (name, recipe) in enumerate(RECIPES.items())
-    for j, (way, run) in enumerate(WAYS.items())
+    for j, (way, run) in enumerate((KEEPING if recipe.has_forward_state else WAYS).items())
     for inside in ((True, False) if recipe.has_state else ((i + j) % 2 == 0,))
 ]
 
@@ -91,57 +132,124 @@ def test_gradients_and_state_are_those_without_recomputation(recipe, run, inside
     assert_same_tensors(train(recipe, run, inside=inside), trained_plainly(recipe, inside=inside))
 
 
+@alone
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_of_the_forward_needs_the_function_that_keeps_it(run, inside):
+    """Delayed scaling and stochastic rounding of inputs, after the region and inside of it."""
+    drawing = NVFP4BlockScaling(fp4_quant_fwd_inp=QParams(stochastic_rounding=True))
+    for recipe in (RECIPES["delayed"], drawing):
+        with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint keeps .* context_fn"):
+            train(recipe, run, inside=inside)
+
+
 @every_recipe
 def test_checkpoints_inside_of_checkpoints(recipe):
-    """Of both kinds, each layer three times."""
-    one, other = ALONE.values()
+    """Of several kinds, each layer three times."""
+    ways = list((KEEPING if recipe.has_forward_state else WAYS).values())
+    one, other, third = ways[0], ways[1], ways[-1]
 
     def checkpointed(model, x):
         first, rest = model[:2], model[2:]
-        y = one(lambda x: rest(other(first, x)), x)
+        y = one(lambda x: rest(other(first, x)), x) if third is not nested else third(model, x)
         return other(lambda y: one(model, one(model, y)), y)
 
     expected = train(recipe, lambda model, x: model(model(model(x))))
     assert_same_tensors(train(recipe, checkpointed), expected)
 
 
-@torchs_ways
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_each_run_of_a_layer_is_under_its_own_region(recipe, run):
-    """Regions inside of the function, a layer that runs under several of them, and outside."""
+# Of the functions above those that take any function.
+of_any_function = pytest.mark.parametrize(
+    "run", [ALONE[name] for name in ALONE if name != "accelerate's"], ids=lambda _: ""
+)
+
+
+@of_any_function
+def test_regions_of_the_function_itself_are_entered_again(run):
+    """Each layer under several, of which one is not enabled."""
 
     def regions(model, x):
-        with autocast(enabled=False, recipe=RECIPES[recipe]):
+        with autocast(enabled=False, recipe=RECIPES["current"]):
             y = model(x)
         with autocast(recipe=RECIPES["mxfp8"]):
-            y = model(y)
-        return model(y)
+            return model(y)
 
     def checkpointed(model, x):
         return run(lambda x: regions(model, x), x)
 
-    assert_same_tensors(train(RECIPES[recipe], checkpointed), train(RECIPES[recipe], regions))
+    for recipe in (None, RECIPES["current"]):
+        assert_same_tensors(train(recipe, checkpointed), train(recipe, regions))
 
 
-@torchs_ways
-def test_a_region_of_the_function_itself_reduces_once(run):
-    """Delayed scaling: amaxes are reduced on leaving the first run's region and not again."""
+@of_any_function
+@pytest.mark.parametrize("other", [None, "mxfp8"])
+def test_layers_that_ran_under_two_recipes_are_refused(run, other):
+    """Between two backwards, where the region has been left: either could be meant."""
+    model, x = every_layer(), torch.ones(4, 64, requires_grad=True)
+    with autocast(recipe=RECIPES["current"]):
+        loss = run(model, x).sum()
+    with autocast(enabled=other is not None, recipe=RECIPES[other or "current"]):
+        loss = loss + run(model, x).sum()
+    with pytest.raises(UnsupportedError, match="Float8CurrentScaling and .*nn.checkpoint"):
+        loss.backward()
 
-    def region(model, x):
-        with autocast(recipe=RECIPES["delayed"]):
-            return model(x)
 
+@of_any_function
+def test_phases_of_training_under_other_recipes(run):
+    """One recipe a step, high precision among them, and an evaluation before each backward."""
     results = []
-    for way in (region, lambda model, x: run(partial(region, model), x)):
+    for way in (plain, run):
         model, found = every_layer(), {}
-        for i in range(3):
-            x = (torch.linspace(-1, 1, 256).view(4, 64) * 2**i).requires_grad_()
-            found |= step(model, x, run=partial(way, model), when=f"step {i}, ")
-        results.append(found | recipe_state(model))
+        for i, name in enumerate(["current", None, "mxfp8", "nvfp4", None, "current"]):
+            x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+            with autocast(enabled=name is not None, recipe=RECIPES[name or "current"]):
+                loss = way(model, x).square().sum()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            loss.backward()
+            found[f"step {i}"] = x.grad
+        results.append(found | {name: p.grad for name, p in model.named_parameters()})
     assert_same_tensors(*results)
 
 
-@pytest.mark.parametrize("run", [*ALONE.values(), *OURS.values()], ids=[*ALONE, *OURS])
+def test_a_compiled_function_is_not_recomputed_unquantized():
+    """Left by its region it would be another graph, of plain products: an error, or right."""
+    model = every_layer()[1:]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for use_reentrant in (True, False):
+        run = partial(torch_checkpoint, use_reentrant=use_reentrant)
+        for inside in (True, False):
+            x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+            options = {"recipe": RECIPES["current"], "inside": inside}
+            expected = step(model, x, **options)
+            if inside:
+                assert_same_tensors(step(model, x, run=partial(run, compiled), **options), expected)
+            else:
+                with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint"):
+                    step(model, x, run=partial(run, compiled), **options)
+            found = step(model, x, run=partial(nn.checkpoint, compiled), **options)
+            assert_same_tensors(found, expected)
+        assert_same_tensors(step(model, x, run=partial(run, compiled)), step(model, x))
+
+
+def test_two_uses_of_a_layer_draw_different_numbers():
+    """Whatever recipes they run under, and however a step is recomputed."""
+    one = RECIPES["nvfp4"]
+    other = NVFP4BlockScaling(disable_2d_quantization=True)
+    for run in (plain, *ALONE.values()):
+        model = torch.nn.Sequential(nn.Linear(64, 64, name="layer"))
+        for uses in (3, 6):
+            x = torch.ones(16, 64, requires_grad=True)
+            for recipe in (one, other, one):
+                with autocast(recipe=recipe):
+                    y = run(model, x)
+                y.square().sum().backward()
+            counter = model[0]._states[1].tensors["rounding_counter"]
+            assert counter[:, 1].tolist() == [uses, 0]
+
+
+@keeping
 @pytest.mark.parametrize("order", [1, -1], ids=["in turn", "in reverse"])
 @pytest.mark.parametrize("between", ["delayed", "current"])
 def test_microbatches_before_their_backwards(run, order, between):
@@ -162,37 +270,7 @@ def test_microbatches_before_their_backwards(run, order, between):
     assert_same_tensors(*results)
 
 
-class Foreign(torch.autograd.Function):
-    """A checkpoint of somebody's own."""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        torch.autograd.backward(y, grad)
-        return None, x.grad
-
-
-def test_another_checkpoint_is_refused_where_it_gives_other_codes():
-    """Outside of the region, or under scales that may have moved on; inside it, without such scales
-    it is right.
-    """
-    with pytest.raises(UnsupportedError, match=r"outside of that region.*checkpoint_contexts"):
-        train(RECIPES["current"], Foreign.apply)
-    with pytest.raises(UnsupportedError, match=r"DelayedScaling.*zerocast\.checkpoint"):
-        train(RECIPES["delayed"], Foreign.apply, inside=True)
-    found, expected = (train(RECIPES["current"], r, inside=True) for r in (Foreign.apply, plain))
-    assert_same_tensors(found, expected)
-
-
-@every_way
+@keeping
 def test_a_drawn_input_is_drawn_the_same_again(run):
     """Stochastic rounding of inputs: the second run draws the words of the first."""
     recipe = NVFP4BlockScaling(fp4_quant_fwd_inp=QParams(stochastic_rounding=True))
@@ -300,12 +378,13 @@ def test_an_evaluation_inside_a_checkpoint_records_nothing(use_reentrant):
 @pytest.mark.own_defaults
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_transformers_own_switch_is_enough(recipe):
-    """Llama with gradient_checkpointing_enable, as its trainer calls it and in both modes: loss and
-    gradients are those without checkpoints.
+    """Llama with gradient_checkpointing_enable, as its trainer calls it: loss and gradients are
+    those without checkpoints; under a recipe with state of the forward with our contexts.
     """
     pytest.importorskip("transformers")
     results = []
-    for options in ("none", None, {"use_reentrant": True}, {"use_reentrant": False}):
+    alone = () if RECIPES[recipe].has_forward_state else (None, {"use_reentrant": True})
+    for options in ("none", *alone, CONTEXTS):
         model = llama(HIDDEN_96)
         nn.convert(model, RECIPES["current"], weights="high_precision", filter_fqns=["lm_head"])
         if options != "none":

@@ -27,6 +27,7 @@ from zerocast.nn.regions import (
     here,
     hide,
     show_region,
+    shown_recipe,
 )
 from zerocast.recipes import (
     DelayedScaling,
@@ -115,9 +116,9 @@ def get_default_recipe() -> Recipe:
 # --- what torch.compile sees ---
 
 _WHY_UNTRACEABLE = (
-    "a compiled graph cannot hold the entering and leaving of a region of zerocast.autocast with "
-    "delayed scaling, stochastic rounding or calibration, which reduces amaxes: enter it around "
-    "the compiled function, leave fullgraph=False, or use a recipe without them"
+    "a compiled graph cannot hold a region of zerocast.autocast with delayed scaling, stochastic "
+    "rounding of inputs or calibration, whose layers keep state between forwards: leave "
+    "fullgraph=False, or use a recipe without them"
 )
 
 
@@ -131,8 +132,7 @@ def text_of(recipe: Recipe | None) -> str:
     """Return the text by which torch.compile knows a region of ``recipe`` that is entered in a
     compiled function.
     """
-    recipe = get_default_recipe() if recipe is None else recipe
-    return UNTRACEABLE if recipe.has_state else recipe.text
+    return shown_recipe(get_default_recipe() if recipe is None else recipe)
 
 
 # torch.compiler.assume_constant_result sets this attribute, and would load the compiler here.
@@ -199,7 +199,8 @@ class autocast(ContextDecorator):
         if region is None or region.thread != threading.get_ident():
             region = Region()
         region.groups[group] = None
-        active = Autocast(self._enabled, recipe, self._calibrating, group, outer, region)
+        backward = torch._C._current_graph_task_id()
+        active = Autocast(self._enabled, recipe, self._calibrating, group, outer, region, backward)
         active_region.set(active)
         show_region(active)
         return active

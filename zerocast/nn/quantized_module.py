@@ -36,8 +36,7 @@ from zerocast.nn.linear_functions import (
 from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, traced_recipe
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
-from zerocast.nn.traced_layer import has_state
-from zerocast.nn.traced_products import register, traced_product
+from zerocast.nn.traced_products import plain_run, traced_product
 from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sharded
@@ -143,9 +142,8 @@ class QuantizedModule(StatefulModule):
         recipe = self._traced_recipe()
         in_region = recipe not in (NO_REGION, HIGH_PRECISION)
         if not (in_region and input.numel()):
-            if in_region and has_state(recipe):
-                assert self._handle is not None
-                register(self._handle, recipe)
+            if not in_region and self.training and regions.were_entered:
+                plain_run()
             input = source.in_high_precision(input)
             return torch.nn.functional.linear(input, weight, bias), input
         rows, bias, dtype = _rows(given)
@@ -206,12 +204,10 @@ class QuantizedModule(StatefulModule):
         recipe = region.recipe
         assert recipe is not None
         refuse_transforms(self.name or type(self).__name__)
-        if self._states is None or self._states[0].recipe != recipe:
-            self._make_states(recipe, device)
-        assert self._states is not None
-        for state in self._states:
-            state.to(device)
-        region.register(*self._states)
+        states = self._states
+        if states is None or states[0].recipe != recipe or states[0].device != device:
+            states = self._take_states(recipe, device)
+        region.register(*states)
         return self._quantizers
 
 

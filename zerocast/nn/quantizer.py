@@ -24,7 +24,7 @@ import torch
 
 from zerocast.arguments import Device, check_device, check_flag, check_memory, check_tensor, present
 from zerocast.backends import backend_for
-from zerocast.errors import InputError
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.formats import ElementFormat
 from zerocast.layout import Extent
 from zerocast.numerics import Masters, PlaneBuffers, TensorOperand
@@ -66,7 +66,12 @@ class RecomputeState:
     def use(self, quantizer: Quantizer, state: dict[str, torch.Tensor]) -> None:
         """Record ``state``, or, while it replays, put what was recorded into ``state``."""
         if self._is_rewound:
-            recorded = next(self._unread.get(quantizer, iter(())), {})
+            recorded = next(self._unread.get(quantizer, iter(())), None)
+            if recorded is None:
+                raise UnsupportedError(
+                    "a checkpointed function quantizes with a state that it did not use in its "
+                    "first run; make both runs the same, or leave it out of the checkpoint."
+                )
             state.update({name: start.clone() for name, start in recorded.items()})
             return
         if self._outer is not None:

@@ -41,11 +41,16 @@ from zerocast.recipes import Recipe, Role, as_recipe
 
 Mode = Literal["forward", "backward"]
 
-ROLES: dict[str, tuple[Role, ...]] = {
+ROLES: dict[Mode, tuple[Role, ...]] = {
     "forward": ("input", "weight", "output"),
     "backward": ("grad_output", "grad_input"),
 }
 """The tensors of one GEMM in each direction, in the order of their quantizers."""
+
+COUNTER = "rounding_counter"
+"""The name of the counters of draws in a state, int64 [num_quantizers, 2]: a hash of the tensor's
+name, and the count.
+"""
 
 _MOST_QUANTIZERS = 2**16
 """More than any layer has: each is an object, and an entry of every tensor of the state."""
@@ -88,11 +93,11 @@ class RecipeState:
             for state in recipe.state:
                 if state not in tensors:
                     tensors[state] = specs[state].allocate(device, self.num_quantizers)
-        if "rounding_counter" in tensors:
+        if COUNTER in tensors:
             names = (f"{name}.{self.mode}.{i}" for i in range(self.num_quantizers))
             hashes = [zlib.crc32(each.encode()) for each in names]
             counts = torch.tensor(hashes, dtype=torch.int64, device="cpu")
-            tensors["rounding_counter"][:, 0] = counts
+            tensors[COUNTER][:, 0] = counts
         return tensors
 
     @classmethod

@@ -35,22 +35,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from zerocast.comm import Communicator, SingleRank
 from zerocast.nn.recipe_state import AmaxReduction, RecipeState
-from zerocast.recipes import DelayedScaling, Recipe, recipe_from_text
+from zerocast.recipes import Recipe, recipe_from_text
 
 NO_REGION = ""
 HIGH_PRECISION = "high precision"
 UNTRACEABLE = "untraceable"
-
-GRAPHS_HOLD_STATE = torch.__version__ >= (2, 13)  # type: ignore[operator]
-"""Whether graphs of torch.compile hold operations of recipes with state; with earlier releases of
-torch the graph breaks there.
-"""
 
 
 class _Traced:
@@ -113,15 +108,8 @@ def traced_recipe() -> str:
 
 
 def shown_recipe(recipe: Recipe) -> str:
-    """Return the text by which torch.compile knows a region of ``recipe`` that was entered outside
-    of compiled functions. Operations take the recipe itself from the region, so a user's function
-    in it is left out.
-    """
-    if isinstance(recipe, DelayedScaling) and callable(recipe.amax_compute_algo):
-        recipe = replace(recipe, amax_compute_algo="max")
-    if recipe.has_state and not GRAPHS_HOLD_STATE:
-        return UNTRACEABLE
-    return recipe.text
+    """Return the text by which torch.compile knows a region of ``recipe``."""
+    return UNTRACEABLE if recipe.has_forward_state else recipe.text
 
 
 def show(recipe: str) -> None:
@@ -148,6 +136,11 @@ def hide() -> None:
 
 
 # --- regions ---
+
+
+def in_backward() -> bool:
+    """Say whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Region:
@@ -177,7 +170,7 @@ class Region:
         if failed:
             for state in self.recorded:
                 state.amaxes.zero_()
-        elif torch._C._current_graph_task_id() != -1:
+        elif in_backward():
             return  # A forward that a backward computes again has been reduced before.
         elif self.recorded or torch.is_grad_enabled():
             for group in self.groups:
@@ -194,6 +187,7 @@ class Autocast:
         recipe: how; None outside of any region.
         calibrating: whether amaxes are to be recorded, also where nothing is quantized.
         group: over which amaxes are reduced; None outside of any region.
+        backward: the number of the backward inside of which it was entered; -1 elsewhere.
     """
 
     enabled: bool = False
@@ -202,6 +196,12 @@ class Autocast:
     group: Communicator | None = None
     _outer: Autocast | None = field(default=None, repr=False)
     _region: Region | None = field(default=None, repr=False)
+    backward: int = field(default=-1, repr=False)
+
+    @property
+    def was_entered_in_this_backward(self) -> bool:
+        """Whether the function that the present backward computes again has entered it."""
+        return self.backward != -1 and self.backward == torch._C._current_graph_task_id()
 
     def register(self, *states: RecipeState) -> None:
         """Register the states of a layer's forward and backward, so that leaving the region reduces
@@ -237,13 +237,6 @@ def current() -> Autocast:
     return active_region.get()
 
 
-def entered() -> Autocast:
-    """Return what is active here, regions left out that a compiled function has entered. Operations
-    of a graph call it that were traced under none of those.
-    """
-    return active_region.get()
-
-
 @contextmanager
 def resumed(active: Autocast) -> Iterator[None]:
     """Make ``active`` active again within the context; leaving it reduces nothing."""
@@ -268,4 +261,11 @@ def _of_compiled(recipe: str) -> Autocast:
     """Return what is active in a region that a compiled function has entered."""
     if recipe in (NO_REGION, HIGH_PRECISION):
         return _OUTSIDE
-    return Autocast(True, recipe_from_text(recipe), False, SingleRank(), None, Region())
+    return without_amaxes(recipe_from_text(recipe))
+
+
+def without_amaxes(recipe: Recipe | None) -> Autocast:
+    """Return a region of ``recipe``, which records no amaxes; one in high precision for None."""
+    if recipe is None:
+        return _OUTSIDE
+    return Autocast(True, recipe, False, SingleRank(), None, Region())

@@ -11,7 +11,9 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.nn.layer_product import GemmQuantizers
-from zerocast.nn.recipe_state import RecipeState
+from zerocast.nn.quantizer import Quantizer
+from zerocast.nn.recipe_state import COUNTER, ROLES, Mode, RecipeState
+from zerocast.nn.recompute import FirstRuns
 from zerocast.nn.saved_state import WEIGHT_STATE, pack, unpack
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import Recipe, recipe_to_values
@@ -32,7 +34,9 @@ class StatefulModule(torch.nn.Module):
     _states: tuple[RecipeState, RecipeState] | None = None
     _loaded: torch.Tensor | None = None  # a saved state, until a forward under its recipe
     _quantizers: list[GemmQuantizers]
-    _latest_recipe: Recipe | None = None  # of the latest forward, where a region was active
+    _kept: dict[Recipe, tuple[Any, list[GemmQuantizers]]] | None = None  # of each recipe so far
+    _counters: dict[Mode, torch.Tensor] | None = None  # of draws, whatever the recipe
+    _first_runs: FirstRuns | None = None
     _handle: torch.Tensor | None = None  # by which compiled graphs refer to this layer
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -44,8 +48,9 @@ class StatefulModule(torch.nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the handle: a copy has a handle of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_handle"}
+        """Return all attributes but those of this object alone, such as the handle."""
+        own = ("_handle", "_first_runs")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     # --- moving and converting ---
 
@@ -76,17 +81,51 @@ class StatefulModule(torch.nn.Module):
 
     # --- the recipe's state ---
 
-    def _make_states(self, recipe: Recipe, device: torch.device) -> None:
-        """Make new states and quantizers for ``recipe``."""
-        forward = RecipeState.create(recipe, "forward", 3 * self.gemms, device, name=self.name)
-        backward = RecipeState.create(recipe, "backward", 2 * self.gemms, device, name=self.name)
-        self._states = forward, backward
+    def _take_states(self, recipe: Recipe, device: torch.device) -> tuple[RecipeState, RecipeState]:
+        """Make the states and quantizers of ``recipe`` those of the layer; new ones at its first
+        forward under this recipe. All draws of the layer are counted together.
+        """
+        self._kept = self._kept or {}
+        counters = {}
+        for state in self._states or ():
+            if COUNTER in state.tensors:
+                counters[state.mode] = state.tensors[COUNTER]
+        self._counters = counters = (self._counters or {}) | counters
+        if recipe not in self._kept:
+            self._kept[recipe] = self._new_states(recipe, device)
+        self._states, self._quantizers = self._kept[recipe]
+        for state in self._states:
+            state.to(device)
+            if COUNTER in state.tensors:
+                own = state.tensors[COUNTER]
+                state.tensors[COUNTER] = counters.get(state.mode, own).to(device)
+        return self._states
+
+    def _new_states(
+        self, recipe: Recipe, device: torch.device
+    ) -> tuple[tuple[RecipeState, RecipeState], list[GemmQuantizers]]:
+        forward, backward = states = [
+            RecipeState.create(recipe, mode, len(ROLES[mode]) * self.gemms, device, name=self.name)
+            for mode in ROLES
+        ]
         three, two = iter(forward.make_quantizers()), iter(backward.make_quantizers())
-        self._quantizers = [
+        quantizers = [
             GemmQuantizers(next(three), next(three), next(three), next(two), next(two))
             for _ in range(self.gemms)
         ]
-        self._go_on(self._states)
+        self._go_on(states)
+        return (forward, backward), quantizers
+
+    def gradient_quantizer(self, recipe: Recipe, gemm: int, device: torch.device) -> Quantizer:
+        """Return the quantizer of the gradient of the output of product ``gemm``, for a backward
+        that does not know which quantizers its forward had.
+        """
+        present = self._states[0].recipe if self._states is not None else recipe
+        self._take_states(recipe, device)
+        quantizer = self._quantizers[gemm].grad_output
+        if present != recipe:
+            self._take_states(present, device)
+        return quantizer
 
     def _go_on(self, states: Sequence[RecipeState]) -> None:
         """Load the saved state into these new ``states`` if it was saved under their recipe."""
@@ -125,11 +164,12 @@ class StatefulModule(torch.nn.Module):
             InputError: where it was made by another kind of layer, or is no state at all.
         """
         if isinstance(state, torch.Tensor | dict):
-            self._states, self._loaded = None, self.checked_extra_state(state)
+            self._loaded = self.checked_extra_state(state)
+            self._states = self._kept = self._counters = None
 
     def forget_extra_state(self) -> None:
         """Drop the recipe state, as in a layer before its first forward."""
-        self._states = self._loaded = None
+        self._states = self._kept = self._loaded = self._counters = None
 
     def checked_extra_state(self, state: object) -> torch.Tensor:
         """Return what :meth:`set_extra_state` takes over of ``state``; raises as that does."""

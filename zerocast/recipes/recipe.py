@@ -287,6 +287,11 @@ class Recipe(ABC):
         return any(self.for_role(role).state for role in get_args(Role))
 
     @cached_property
+    def has_forward_state(self) -> bool:
+        """Whether quantizing inputs, weights and outputs of a layer depends on earlier casts."""
+        return any(self.for_role(role).state for role in ("input", "weight", "output"))
+
+    @cached_property
     def text(self) -> str:
         """The scheme and its fields, for :func:`zerocast.recipes.recipe_from_text`; of one that
         holds no function.
