@@ -152,18 +152,18 @@ def test_no_region_is_a_constant():
 
 @breaks
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
-def test_a_region_that_remembers_breaks_the_graph_where_it_is_entered(recipe):
-    """With the same bytes; fullgraph=True says why not. Around the compiled function it does not.
+def test_state_of_the_forward_breaks_the_graph(recipe):
+    """With the same bytes, the region entered in the compiled function or around it; fullgraph=True
+    says why not. State of the gradients alone is no such state.
     (:mod:`tests.nn.test_compile_memory` has the rest.)
     """
+    whole = not RECIPES[recipe].has_forward_state
     models = [make("high_precision", RECIPES[recipe]) for _ in range(3)]
-
     entered = [in_region(model, RECIPES[recipe]) for model in models[:2]]
-    compiled = torch.compile(models[2], backend="aot_eager", fullgraph=True)
     runs = [
         entered[0],
-        torch.compile(entered[1], backend="aot_eager"),
-        in_region(compiled, RECIPES[recipe]),
+        torch.compile(entered[1], backend="aot_eager", fullgraph=whole),
+        in_region(torch.compile(models[2], backend="aot_eager", fullgraph=whole), RECIPES[recipe]),
     ]
     expected, *others = (
         results(model, run, rows=(6, 6)) for model, run in zip(models, runs, strict=True)
@@ -171,8 +171,12 @@ def test_a_region_that_remembers_breaks_the_graph_where_it_is_entered(recipe):
     for other in others:
         assert_same_tensors(other, expected)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="enter it around the compiled"):
-        torch.compile(entered[0], backend="aot_eager", fullgraph=True)(torch.ones(6, 64))
+    unsupported = pytest.raises(torch._dynamo.exc.Unsupported, match="keeps? state between")
+    if not whole:
+        with unsupported:
+            torch.compile(entered[0], backend="aot_eager", fullgraph=True)(torch.ones(6, 64))
+        with zerocast.autocast(recipe=RECIPES[recipe]), unsupported:
+            torch.compile(models[0], fullgraph=True)(torch.ones(6, 64))
     with (
         zerocast.autocast(enabled=False, calibrating=True, recipe=RECIPES[recipe]),
         pytest.raises(torch._dynamo.exc.Unsupported, match="calibrating=True"),
@@ -272,7 +276,7 @@ def test_between_a_cast_and_its_all_gather(backend):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_export_and_trace(recipe):
-    """torch.export holds codes, and quantized products where nothing is remembered; it is refused
+    """torch.export holds codes, and quantized products without state of the forward; it is refused
     elsewhere, as torch.jit.trace is, which would hold a constant.
     """
     model, x = make("quantized", RECIPES[recipe]), torch.randn(32, 64)
@@ -280,7 +284,7 @@ def test_export_and_trace(recipe):
     assert_same_bytes(exported(x), model(x), "output")
 
     region = InRegion(model, RECIPES[recipe])
-    if recipe in STATELESS and not RECIPES[recipe].has_state:
+    if not RECIPES[recipe].has_forward_state:
         exported = torch.export.export(region, (x,)).module()
         assert_same_bytes(exported(x), region(x), "output in a region")
     else:

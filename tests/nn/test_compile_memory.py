@@ -1,14 +1,12 @@
-"""Compiled layers under recipes that remember something: one graph, and the bytes of an uncompiled
-model, what the recipe remembers included.
+"""Compiled layers under recipes with state: the bytes of an uncompiled model, its state included;
+one graph where the forward has no state.
 """
 
-import contextvars
 import copy
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -21,9 +19,10 @@ from tests.support.layers import RECIPES, gradients
 from tests.support.models import every_layer, recipe_state
 from tests.support.ranks import run_ranks
 from zerocast import nn
-from zerocast.recipes import DelayedScaling
 
 DELAYED, DRAWN = RECIPES["delayed"], RECIPES["nvfp4"]
+# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 remembering = pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "nvfp4"])
 
 Step = Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]
@@ -67,14 +66,15 @@ def assert_compiles(recipe, run, *, expected=None, backend="aot_eager", weights=
     model = every_layer(weights)
     twin, expected = copy.deepcopy(model), expected or run
     wanted = results(model, lambda x: expected(model, x), recipe, **options)
-    compiled = torch.compile(lambda x: run(twin, x), backend=backend, fullgraph=True)
+    whole = not recipe.has_forward_state
+    compiled = torch.compile(lambda x: run(twin, x), backend=backend, fullgraph=whole)
     assert_same_tensors(results(twin, compiled, recipe, **options), wanted)
 
 
 @remembering
-def test_every_layer_under_a_recipe_that_remembers(recipe):
-    """One graph of three layers: forward, backward, an evaluation; several steps. (Under recipes
-    that remember nothing: :mod:`tests.nn.test_compile`.)
+def test_every_layer_under_a_recipe_with_state(recipe):
+    """Three layers: forward, backward, an evaluation; several steps. (Under recipes without state:
+    :mod:`tests.nn.test_compile`.)
     """
     weights = recipe if recipe is DRAWN else None
     assert_compiles(recipe, lambda model, x: model(x), weights=weights, steps=2)
@@ -91,20 +91,16 @@ def recomputed(model, x):
     return several(model, x, lambda f, x: checkpoint(f, x, use_reentrant=False))
 
 
-@remembering
-def test_a_layer_that_runs_several_times(recipe):
+def test_a_layer_that_runs_several_times():
     """In one graph, in and out of activation checkpoints, with forwards of other steps before its
-    backward: draws come in the order of an uncompiled model's, and nothing is drawn or recorded
-    twice.
+    backward: draws come in the order of an uncompiled model's, and none twice.
     """
-    assert_compiles(recipe, recomputed, expected=several, steps=2, batches=2)
+    assert_compiles(DRAWN, recomputed, expected=several, steps=2, batches=2)
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize(
-    "recipe", [DELAYED, DRAWN, RECIPES["mxfp8"]], ids=["delayed", "nvfp4", "mxfp8"]
-)
+@pytest.mark.parametrize("recipe", [DRAWN, RECIPES["mxfp8"]], ids=["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 def test_inductor(recipe, weights):
     """As the two tests above; torch's own layers in between round as uncompiled ones."""
@@ -113,33 +109,22 @@ def test_inductor(recipe, weights):
     assert_compiles(recipe, recomputed, expected=several, **options)
 
 
-CHECKPOINTS = {
-    "ours": nn.checkpoint,
-    "reentrant": partial(checkpoint, use_reentrant=True),
-    "not reentrant": partial(checkpoint, use_reentrant=False),
-}
-
-
-# Each way with the recipe that remembers most; the other recipes in one way, which calls the same.
-@pytest.mark.parametrize(
-    ("recomputing", "recipe"),
-    [
-        *(pytest.param(way, DELAYED, id=f"{name}-delayed") for name, way in CHECKPOINTS.items()),
-        pytest.param(CHECKPOINTS["ours"], DRAWN, id="ours-nvfp4"),
-        pytest.param(CHECKPOINTS["not reentrant"], RECIPES["block"], id="not reentrant-block"),
-    ],
-)
-def test_a_checkpoint_around_a_compiled_function(recomputing, recipe):
-    """Computed again in the backward, after its region: under it, from the scales of the first
-    run.
+@remembering
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_our_checkpoint_around_a_compiled_function(recipe, use_reentrant):
+    """Computed again in the backward, after its region: under it, from the state of the first run.
+    (Others: :mod:`tests.nn.test_activation_checkpoint`.)
     """
     model = every_layer()[1:]
     twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    whole = not recipe.has_forward_state
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=whole)
     expected = results(model, model, recipe)
 
     def run(x):
-        return recomputing(compiled, x) if x.requires_grad else compiled(x)
+        if not x.requires_grad:
+            return compiled(x)
+        return nn.checkpoint(compiled, x, use_reentrant=use_reentrant)
 
     assert_same_tensors(results(twin, run, recipe), expected)
 
@@ -155,22 +140,23 @@ def test_a_graph_is_for_all_layers_of_a_kind():
     compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
     for _ in range(2):
         for model, twin, run in zip(models, twins, compiled, strict=True):
-            expected = results(model, model, DELAYED, steps=1)
-            assert_same_tensors(results(twin, run, DELAYED, steps=1), expected)
+            expected = results(model, model, DRAWN, steps=1)
+            assert_same_tensors(results(twin, run, DRAWN, steps=1), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and an evaluation
     for each in (models[0], twins[0]):
         each.load_state_dict(models[1].state_dict())
         each.requires_grad_(False)
     remembered = []
     for model, run in ((models[0], models[0]), (twins[0], compiled[0])):
-        with zerocast.autocast(recipe=DELAYED):
+        with zerocast.autocast(recipe=DRAWN):
             y = run(data(1))
         y.sum().backward()
         remembered.append(recipe_state(model))
     assert_same_tensors(*remembered[::-1])
 
 
-def test_what_happens_between_forward_and_backward():
+@remembering
+def test_what_happens_between_forward_and_backward(recipe):
     """A forward under another recipe, hooks on saved tensors, a rank without rows, a region that is
     left by an error: as uncompiled.
     """
@@ -179,67 +165,26 @@ def test_what_happens_between_forward_and_backward():
     found = []
     for each, run in (
         (model, model),
-        (twin, torch.compile(twin, backend="aot_eager", fullgraph=True)),
+        (twin, torch.compile(twin, backend="aot_eager")),
     ):
         grads = {}
         for i, rows in enumerate((32, 0, 32)):
             x, other = data(i, rows), data(2)
-            with zerocast.autocast(recipe=DELAYED):
+            with zerocast.autocast(recipe=recipe):
                 y = run(x)
-            with zerocast.autocast(recipe=DELAYED), torch.autograd.graph.save_on_cpu():
+            with zerocast.autocast(recipe=recipe), torch.autograd.graph.save_on_cpu():
                 z = run(other)
             z.square().sum().backward()
-            with pytest.raises(KeyError), zerocast.autocast(recipe=DELAYED):
+            with pytest.raises(KeyError), zerocast.autocast(recipe=recipe):
                 {}[run(data(5))]
             grads |= {f"{i}, {key}": tensor for key, tensor in recipe_state(each).items()}
-            with zerocast.autocast(recipe=DRAWN):
+            with zerocast.autocast(recipe=DELAYED if recipe is DRAWN else DRAWN):
                 run(data(3)).sum().backward()
             y.square().sum().backward()
             grads |= {f"{i}, x": x.grad, f"{i}, other": other.grad}
             grads |= {f"{i}, drawn, {key}": tensor for key, tensor in recipe_state(each).items()}
         found.append(grads | {name: p.grad for name, p in each.named_parameters()})
     assert_same_tensors(*found[::-1])
-
-
-def test_statistics_are_counted():
-    """Of compiled layers, too."""
-    counts = []
-    for compiles in (False, True):
-        model = every_layer()
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-        with nn.statistics(model) as counted:
-            results(model, run, DELAYED, steps=2)
-        counts.append(str(counted))
-    assert counts[0] == counts[1]
-    assert "saturated" in counts[0]
-
-
-def test_a_function_of_the_history():
-    """A recipe that holds one is taken from the region, not from the graph."""
-    algorithm = DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.mean())
-    assert_compiles(algorithm, lambda model, x: model(x), steps=2)
-
-
-def test_a_region_that_the_function_cannot_see():
-    """A context of another time is refused: there is no region there to reduce amaxes."""
-    model = every_layer()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    outside = contextvars.copy_context()
-    with (
-        zerocast.autocast(recipe=DELAYED),
-        pytest.raises(zerocast.UnsupportedError, match="runs under no region"),
-    ):
-        outside.run(compiled, data(0))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_earlier_releases_of_torch_break_the_graph(monkeypatch):
-    """With the same bytes."""
-    monkeypatch.setattr(zerocast.nn.regions, "GRAPHS_HOLD_STATE", False)
-    model = every_layer()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="aot_eager")
-    assert_same_tensors(results(twin, compiled, DELAYED, 2), results(model, model, DELAYED, 2))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +201,7 @@ def test_ranks_agree_on_scales(kind):
         found = []
         for compiles in (False, True):
             model = every_layer()
-            run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+            run = torch.compile(model, backend="aot_eager") if compiles else model
             for step in range(3):
                 with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
                     y = run(data(step + comm.rank, 0 if (comm.rank, step) == (1, 0) else 32))
@@ -272,10 +217,8 @@ def test_ranks_agree_on_scales(kind):
 
 PROGRAM = """
 import torch, zerocast
-from tests.nn.test_compile_memory import DELAYED, DRAWN, assert_compiles, recomputed, several
-for recipe in (DELAYED, DRAWN):
-    torch._dynamo.reset()
-    assert_compiles(recipe, recomputed, expected=several, backend="inductor", steps=2)
+from tests.nn.test_compile_memory import DRAWN, assert_compiles, recomputed, several
+assert_compiles(DRAWN, recomputed, expected=several, backend="inductor", steps=2)
 found = torch._dynamo.utils.counters
 print(found["inductor"]["fxgraph_cache_hit"], found["aot_autograd"]["autograd_cache_hit"])
 """

@@ -113,10 +113,15 @@ def every_layer(recipe: Recipe | None = None) -> torch.nn.Sequential:
 
 
 def recipe_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that the recipes of a model's layers remember, by layer, direction and key."""
-    return {
-        f"{name}, {state.mode}, {key}": tensor
+    """The state of each recipe that a model's layers ran under, by layer, direction and key."""
+    states = [
+        (name, state)
         for name, module in model.named_modules()
-        for state in getattr(module, "_states", None) or ()
+        for kept, _ in (getattr(module, "_kept", None) or {}).values()
+        for state in kept
+    ]
+    return {
+        f"{name}, {state.recipe.scheme}, {state.mode}, {key}": tensor
+        for name, state in states
         for key, tensor in state.state_dict().items()
     }

@@ -26,6 +26,7 @@ from zerocast.nn.regions import (
     active_region,
     here,
     hide,
+    is_traced,
     show_region,
     shown_recipe,
 )
@@ -182,7 +183,7 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> Autocast:
         """Enter the region, and return what is active in it."""
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             return self._enter()
         shown = _shown(self._enabled, self._calibrating, self._recipe)
         if shown == UNTRACEABLE:
@@ -208,7 +209,7 @@ class autocast(ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if here.traced.entries[-1][0]:
             here.traced.leave()
-        elif torch.compiler.is_compiling():
+        elif is_traced():
             torch._dynamo.graph_break(msg=_WHY_UNTRACEABLE)
             torch.compiler.disable(self._leave)(kind is not None)
         else:

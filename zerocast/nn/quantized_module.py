@@ -33,7 +33,7 @@ from zerocast.nn.linear_functions import (
     is_transformed,
     refuse_transforms,
 )
-from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, traced_recipe
+from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, is_traced, traced_recipe
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_products import plain_run, traced_product
@@ -118,7 +118,7 @@ class QuantizedModule(StatefulModule):
             InputError: for ``fp8_output`` outside of autocast; under it, where the recipe cannot
                 hold a tensor that has to be quantized.
         """
-        if torch.compiler.is_compiling() and not fp8_output:
+        if is_traced() and not fp8_output:
             return self._traced(given)
         region, input = regions.current(), given.input
         # Under tensor parallelism the input may have rows, and this rank none of its columns.

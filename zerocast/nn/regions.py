@@ -138,6 +138,13 @@ def hide() -> None:
 # --- regions ---
 
 
+def is_traced() -> bool:
+    """Say whether torch.compile or torch.export traces this call. ``torch.compiler.is_compiling()``
+    is also true in all threads that run while another one compiles.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def in_backward() -> bool:
     """Say whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1

@@ -139,8 +139,8 @@ class StatefulModule(torch.nn.Module):
                 state.load_state_dict({names[n]: t for n, t in tensors.items() if n in names})
 
     def get_extra_state(self) -> torch.Tensor | None:
-        """Return the recipe state of this layer, as one tensor (:mod:`zerocast.nn.saved_state`);
-        None where the recipe has none.
+        """Return the state of the recipe of the latest forward, as one tensor
+        (:mod:`zerocast.nn.saved_state`); None where that recipe has none.
         """
         packed = self._loaded
         if self._states is not None:

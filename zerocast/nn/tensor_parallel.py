@@ -34,7 +34,7 @@ from zerocast.nn.linear_functions import first_derivatives_only
 from zerocast.nn.quantized_module import autocast_dtype
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recompute import as_in_first_run
-from zerocast.nn.regions import current
+from zerocast.nn.regions import current, is_traced
 from zerocast.nn.statistics import observer
 from zerocast.sharded.placement import distributed
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard, rebuild_derived
@@ -55,7 +55,7 @@ def gather_input(style: str, layer: Linear, input: DTensor) -> DTensor:
         InputError: outside of :class:`zerocast.autocast`, or for another placement.
         UnsupportedError: under a recipe whose inputs cannot be gathered so.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         torch._dynamo.graph_break()
         return torch.compiler.disable(gather_input)(style, layer, input)
     name = f"{style} of {layer.name}" if layer.name else style

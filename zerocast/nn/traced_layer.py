@@ -14,7 +14,7 @@ import torch
 
 from zerocast.errors import UnsupportedError
 from zerocast.nn.recompute import as_in_first_run
-from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE
+from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, is_traced
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -31,8 +31,8 @@ def eager_in_regions(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            recipe, exports = self._traced_recipe(), not torch.compiler.is_dynamo_compiling()
+        if is_traced():
+            recipe = self._traced_recipe()
             if recipe in (NO_REGION, HIGH_PRECISION):
                 return forward(self, *args, **options)
             holds = recipe != UNTRACEABLE and self.is_traceable
@@ -40,7 +40,7 @@ def eager_in_regions(forward: Forward) -> Forward:
             holds = holds and not any(isinstance(each, QuantizedTensor) for each in args)
             if holds:
                 return forward(self, *args, **options)
-            if exports or is_exporting():
+            if torch.compiler.is_exporting():
                 raise UnsupportedError(
                     f"torch.export cannot hold what a layer does under zerocast.autocast with a "
                     f"recipe that keeps state between forwards, nor layers with quantized "
@@ -58,11 +58,6 @@ def eager_in_regions(forward: Forward) -> Forward:
             return forward(self, *args, **options)
 
     return cast("Forward", run)
-
-
-def is_exporting() -> bool:
-    """Say whether torch.export traces."""
-    return bool(getattr(torch.compiler, "is_exporting", bool)())
 
 
 # --- what is constant in a graph ---

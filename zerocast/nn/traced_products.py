@@ -36,7 +36,7 @@ from zerocast.nn.traced_functions import (
     traced_backward,
     traced_forward,
 )
-from zerocast.nn.traced_layer import draws_gradients, is_exporting, layer_of, numbered
+from zerocast.nn.traced_layer import draws_gradients, layer_of, numbered
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -52,7 +52,7 @@ def plain_run() -> None:
 
     torch.compile then runs a graph of plain products instead of that of the region.
     """
-    if not is_exporting():
+    if not torch.compiler.is_exporting():
         _plain_run(_order)
 
 
@@ -84,10 +84,14 @@ def traced_product(
     """
     needs = needed(input, norm, weight, bias)
     product = product_to_text(recipe, source, dtype, wants_norm, needs)
-    draws = draws_gradients(recipe) and any(needs) and not is_exporting()
+    if not any(needs):
+        made = _linear(input, norm, [weight], bias, product, "")
+        return made[0], made[1] if wants_norm else None
+    draws = draws_gradients(recipe) and not torch.compiler.is_exporting()
     drawing = (handle, _order, gemm) if draws else (None, None, 0)
-    made = _linear(input, norm, [weight], bias, product, "", *drawing)
-    return made[0], made[1] if wants_norm else None
+    facts = (product, source is not None, wants_norm, needs)
+    out = _Product.apply(input, *[*norm, None, None][:2], weight, bias, *drawing, facts)
+    return out if wants_norm else (out, None)
 
 
 # --- the operations ---
@@ -108,18 +112,18 @@ def _(order: torch.Tensor) -> None:
 @torch.library.custom_op(
     "zerocast::quantized_linear",
     mutates_args=(),
-    schema=f"({FORWARD}, Tensor? handle, Tensor? order, int gemm) -> Tensor[]",
+    schema=f"({FORWARD}) -> Tensor[]",
 )
 def _linear(*given: Any) -> list[torch.Tensor]:
     """:class:`Made`, as a list."""
     recipe = as_product(given[4])[0]
     note_compiled_run(recipe_from_text(recipe))
     quantizers = GemmQuantizers(*(Quantizer(r, slot=_UNUSED) for r in recipes_of(recipe).values()))
-    return _listed(traced_forward(quantizers, None, *given[:6]))
+    return _listed(traced_forward(quantizers, None, *given))
 
 
 @_linear.register_fake
-def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str, *_: Any) -> Any:
+def _(input: Any, norm: Any, weight: Any, bias: Any, product: str, buffers: str) -> Any:
     return _listed(fake_forward(input, weight, product, buffers))
 
 
@@ -164,49 +168,59 @@ def _or_empty(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
+for _operation in (_linear, _linear_backward):
+    QuantizedTensor.operations[_operation._opoverload] = in_buffers
+
 # --- the derivative ---
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    input, norm, (weight,), _, text, _, *drawing = inputs
-    _, product = as_product(text)
-    ctx.num_norm, ctx.wants_norm = len(norm), product.wants_norm
-    kept = [input, *norm] if product.source is not None else []
-    ctx.num_inputs = len(kept)
-    if isinstance(weight, QuantizedTensor) and product.needs_source:
-        kept.append(weight)
-    ctx.num_kept = len(kept)
-    ctx.save_for_backward(*kept, *output[1 + product.wants_norm :])
-    ctx.product, ctx.needs = text, product.needs
-    ctx.shape, ctx.weight_dtype = tuple(weight.shape), weight.dtype
-    ctx.drawing = drawing  # not saved: the backwards of other products write the order in between
-    ctx.set_materialize_grads(False)
+class _Product(torch.autograd.Function):
+    """The derivative. torch registers none with an argument of the backward alone, such as the
+    order: a graph that gave it to the forward would save it, and other backwards write it.
+    """
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        handle: torch.Tensor | None,
+        order: torch.Tensor | None,
+        gemm: int,
+        facts: tuple[str, bool, bool, list[bool]],
+    ) -> Any:
+        product, has_source, wants_norm, needs = facts
+        norm = [each for each in (gamma, beta) if each is not None]
+        out, *others = _linear(input, norm, [weight], bias, product, "")
+        kept = [input, *norm] if has_source else []
+        ctx.num_inputs = len(kept)
+        kept += [weight] if isinstance(weight, QuantizedTensor) and any(needs[:3]) else []
+        ctx.num_kept = len(kept)
+        ctx.save_for_backward(*kept, *others[1 if wants_norm else 0 :])
+        ctx.product, ctx.needs, ctx.wants_norm = product, needs, wants_norm
+        ctx.shape, ctx.weight_dtype = tuple(weight.shape), weight.dtype
+        ctx.handle, ctx.order, ctx.gemm = handle, order, gemm
+        return (out, others[0]) if wants_norm else out
 
-def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    grad, grad_normed = grads[0], grads[1] if ctx.wants_norm else None
-    if grad is None and grad_normed is None:
-        return (None,) * 9
-    # As autograd does for an uncompiled layer.
-    if grad is None:
-        assert grad_normed is not None
-        grad = grad_normed.new_zeros(len(grad_normed), ctx.shape[0])
-    if ctx.wants_norm and grad_normed is None:
-        grad_normed = grad.new_zeros(len(grad), ctx.shape[1])
-    tensors = ctx.saved_tensors  # once, for each access runs the hooks on saved tensors
-    inputs, weight = list(tensors[: ctx.num_inputs]), list(tensors[ctx.num_inputs : ctx.num_kept])
-    saved = list(tensors[ctx.num_kept :])
-    made = _linear_backward(
-        grad, grad_normed, inputs, saved, weight, ctx.product, "", ctx.shape, ctx.weight_dtype,
-        *ctx.drawing,
-    )  # fmt: skip
-    of_input, *of_norm, of_weight, of_bias = [
-        each if need else None for each, need in zip(made, ctx.needs, strict=True)
-    ]
-    return of_input, of_norm[: ctx.num_norm], [of_weight], of_bias, *(None,) * 5
-
-
-_linear.register_autograd(_differentiate, setup_context=_setup_context)
-
-for _operation in (_linear, _linear_backward):
-    QuantizedTensor.operations[_operation._opoverload] = in_buffers
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tensors = ctx.saved_tensors  # once, for each access runs the hooks on saved tensors
+        made = _linear_backward(
+            grads[0],
+            grads[1] if ctx.wants_norm else None,
+            list(tensors[: ctx.num_inputs]),
+            list(tensors[ctx.num_kept :]),
+            list(tensors[ctx.num_inputs : ctx.num_kept]),
+            ctx.product,
+            "",
+            ctx.shape,
+            ctx.weight_dtype,
+            ctx.handle,
+            ctx.order,
+            ctx.gemm,
+        )
+        needed_ones = [grad if need else None for grad, need in zip(made, ctx.needs, strict=True)]
+        return *needed_ones, None, None, None, None

@@ -60,7 +60,7 @@ from zerocast.nn import ConversionReport, Linear
 from zerocast.nn.autocast import autocast, text_of
 from zerocast.nn.layer_filter import read_filter, why_small
 from zerocast.nn.linear import master_parameter
-from zerocast.nn.regions import UNTRACEABLE
+from zerocast.nn.regions import UNTRACEABLE, is_traced
 from zerocast.recipes import Recipe
 from zerocast.sharded import precompute_scales_for_fsdp
 
@@ -87,7 +87,7 @@ class AutocastLinear(Linear):
         """[..., K] -> [..., M], as :meth:`zerocast.nn.Linear.forward`."""
         if self.product_recipe is None:
             return super().forward(input, fp8_output=fp8_output)
-        if torch.compiler.is_compiling() and self._traced_recipe() != UNTRACEABLE:
+        if is_traced() and self._traced_recipe() != UNTRACEABLE:
             return super().forward(input, fp8_output=fp8_output)
         with autocast(recipe=self.product_recipe, amax_reduction_group=_NO_AMAXES):
             return super().forward(input, fp8_output=fp8_output)
