@@ -120,7 +120,7 @@ IN_BOTH_PLACES = [
     pytest.param(recipe, run, inside, id=f"{name}-{way}-{'inside' if inside else 'after'}")
     for i, (name, recipe) in enumerate(RECIPES.items())
     for j, (way, run) in enumerate((KEEPING if recipe.has_forward_state else WAYS).items())
-    for inside in ((True, False) if recipe.has_state else ((i + j) % 2 == 0,))
+    for inside in ((True, False) if recipe.has_forward_state else ((i + j) % 2 == 0,))
 ]
 
 

@@ -20,7 +20,7 @@ from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
 # Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
 breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
-STATELESS = {name: r for name, r in RECIPES.items() if not r.has_state} | {
+STATELESS = {name: r for name, r in RECIPES.items() if not r.for_role("grad_output").state} | {
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)
 }
 

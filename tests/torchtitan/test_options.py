@@ -28,7 +28,7 @@ def test_short_names(name):
     assert recipe_named(name) == RECIPES[name]()
 
 
-OFF = dict.fromkeys(("gathers_codes", "precomputes", "weights_only", "compiles"), False)
+OFF = dict.fromkeys(("gathers_codes", "precomputes", "weights_only"), False)
 
 
 @pytest.mark.parametrize(
@@ -86,26 +86,15 @@ def test_an_unknown_scheme():
             "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
             "gathers there would be nothing quantized.",
         ),
-        (
-            "compiles",
-            zerocast.UnsupportedError,
-            "torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
-            "NVFP4BlockScaling cannot be traced: with stochastic rounding a graph would have to "
-            "hold what was drawn. Leave 'model' out of compile.components, choose another "
-            "recipe_name, or give weights_only=True.",
-        ),
     ],
 )
 def test_options_that_would_do_nothing(option, error, message):
     """An option that would do nothing, or cannot be served beside the others, is refused."""
     options = OFF | {option: True}
-    assert message == message_of(error, check_combination, RECIPES["nvfp4"](), **options)
+    assert message == message_of(error, check_combination, **options)
 
 
 def test_options_that_go_together():
-    """Gathers in codes with scales made ahead, quantized products or compiled blocks."""
-    both = OFF | {"gathers_codes": True, "precomputes": True}
+    """Gathers in codes with scales made ahead, with and without quantized products."""
     for weights_only in (False, True):
-        options = both | {"weights_only": weights_only, "compiles": weights_only}
-        check_combination(RECIPES["nvfp4"](), **options)
-    check_combination(RECIPES["current"](), **both | {"compiles": True})
+        check_combination(gathers_codes=True, precomputes=True, weights_only=weights_only)

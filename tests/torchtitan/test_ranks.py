@@ -74,6 +74,7 @@ def test_trained_in_codes(comm, recipe_name, asks):
     [
         (("checkpoints",), {"recipe_name": "nvfp4"}),
         (("checkpoints", "compiles"), {"weights_only": True}),
+        (("checkpoints", "compiles"), {"recipe_name": "nvfp4"}),
         (("compiles",), {"recipe_name": "mxfp8"}),
         (("checkpoints", "compiles"), {"recipe_name": "tensorwise"}),
     ],

@@ -48,9 +48,7 @@ ROLES: dict[Mode, tuple[Role, ...]] = {
 """The tensors of one GEMM in each direction, in the order of their quantizers."""
 
 COUNTER = "rounding_counter"
-"""The name of the counters of draws in a state, int64 [num_quantizers, 2]: a hash of the tensor's
-name, and the count.
-"""
+"""Counters of draws, int64 [num_quantizers, 2]: a hash of the tensor's name, and the count."""
 
 _MOST_QUANTIZERS = 2**16
 """More than any layer has: each is an object, and an entry of every tensor of the state."""
@@ -96,8 +94,7 @@ class RecipeState:
         if COUNTER in tensors:
             names = (f"{name}.{self.mode}.{i}" for i in range(self.num_quantizers))
             hashes = [zlib.crc32(each.encode()) for each in names]
-            counts = torch.tensor(hashes, dtype=torch.int64, device="cpu")
-            tensors[COUNTER][:, 0] = counts
+            tensors[COUNTER][:, 0] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
         return tensors
 
     @classmethod

@@ -65,7 +65,7 @@ def eager_in_regions(forward: Forward) -> Forward:
 
 def draws_gradients(recipe: str) -> bool:
     """Say whether the recipe of this text rounds gradients stochastically."""
-    return bool(recipe_from_text(recipe).has_state)
+    return bool(recipe_from_text(recipe).for_role("grad_output").state)
 
 
 # torch.compiler.assume_constant_result sets this attribute, but also loads the compiler.

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -280,11 +280,6 @@ class Recipe(ABC):
     def has_one_block(self) -> bool:
         """Whether the tensor is one block, whatever its shape: then its amax is the tensor's."""
         return self.block == (FULL, FULL)
-
-    @cached_property
-    def has_state(self) -> bool:
-        """Whether quantizing a layer's tensors, of whichever role, depends on earlier casts."""
-        return any(self.for_role(role).state for role in get_args(Role))
 
     @cached_property
     def has_forward_state(self) -> bool:

@@ -167,8 +167,7 @@ class LinearConverter(QuantizationConverter):
 
     Raises:
         InputError: for an unknown ``recipe_name``, or an option that would do nothing.
-        UnsupportedError: for a known ``recipe_name`` that is not served, and for quantized products
-            in a compiled model by a recipe that keeps state between casts.
+        UnsupportedError: for a known ``recipe_name`` that is not served.
 
     Attributes:
         report: the result of :meth:`convert`; None before.
@@ -185,8 +184,7 @@ class LinearConverter(QuantizationConverter):
                 makes the scales of all weights; see :func:`precompute_after_steps`.
             filter_fqns: a layer stays as it is if its name contains any of these;
                 ``"auto_filter_small_kn"`` leaves out those that are too small to gain.
-            weights_only: products are those of decoded weights and inputs as they are: the only
-                way under torch.compile if the scheme rounds stochastically, as "nvfp4" does.
+            weights_only: products are those of decoded weights and inputs as they are.
         """
 
         recipe_name: str = "tensorwise"
@@ -202,7 +200,7 @@ class LinearConverter(QuantizationConverter):
             "precomputes": config.precompute_float8_dynamic_scale_for_fsdp,
             "weights_only": config.weights_only,
         }
-        check_combination(self._recipe, compiles=config.model_compile_enabled, **self._own)
+        check_combination(**self._own)
         self.config = config
         self.report: ConversionReport | None = None
         self._parts_of_names, self._filters_small = read_filter(config.filter_fqns)

@@ -53,22 +53,16 @@ def recipe_named(name: str) -> Recipe:
     return as_recipe(name, names={**ours, **TORCHTITAN_RECIPES}, what="recipe_name")
 
 
-def check_combination(
-    recipe: Recipe, *, gathers_codes: bool, precomputes: bool, weights_only: bool, compiles: bool
-) -> None:
-    """Raise if options contradict each other, or torchtitan's use of them.
+def check_combination(*, gathers_codes: bool, precomputes: bool, weights_only: bool) -> None:
+    """Raise if options contradict each other.
 
     Args:
-        recipe: the scheme.
         gathers_codes: ``enable_fsdp_float8_all_gather``.
         precomputes: ``precompute_float8_dynamic_scale_for_fsdp``.
         weights_only: ``weights_only``.
-        compiles: whether torchtitan compiles the model's blocks.
 
     Raises:
         InputError: for an option that would do nothing.
-        UnsupportedError: for quantized products in a compiled model, by a recipe that keeps state
-            between casts.
     """
     if precomputes and not gathers_codes:
         raise InputError(
@@ -79,11 +73,4 @@ def check_combination(
         raise InputError(
             "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
             "gathers there would be nothing quantized."
-        )
-    if compiles and not weights_only and recipe.has_state:
-        raise UnsupportedError(
-            f"torchtitan compiles whole blocks (fullgraph=True), and quantized products of "
-            f"{type(recipe).__name__} cannot be traced: with stochastic rounding a graph would "
-            f"have to hold what was drawn. Leave 'model' out of compile.components, choose another "
-            f"recipe_name, or give weights_only=True."
         )
