@@ -50,8 +50,8 @@ _of_groups: weakref.WeakKeyDictionary[ProcessGroup, TorchPeers] = weakref.WeakKe
 
 # A thread of gloo needs the GIL after a collective has ended, to let go of its tensors. If Python
 # finalizes meanwhile, the process aborts (pytorch/pytorch#190489). destroy_process_group joins the
-# threads unless something else holds the group. The default arguments of this module do for ever
-# if a group exists when it is imported, as torch.optim does for the first optimizer.
+# threads unless something else holds the group. Default arguments of the module below hold for ever
+# the group that exists when it is imported, which torch.optim does for the first optimizer.
 if dist.group.WORLD is None:
     importlib.import_module("torch.distributed.nn.functional")
 
