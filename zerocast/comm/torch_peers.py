@@ -16,9 +16,11 @@ which the host takes no part, are not watched here; an error of torch's becomes
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import time
 import weakref
@@ -41,7 +43,24 @@ if TYPE_CHECKING:
 _SLICE = timedelta(seconds=0.2)
 _FLAG = "anybody"
 
+_LAST = 0.2
+"""Seconds that a process leaves gloo's threads before it ends, where a group lives on."""
+
 _of_groups: weakref.WeakKeyDictionary[ProcessGroup, TorchPeers] = weakref.WeakKeyDictionary()
+
+# A thread of gloo needs the GIL after a collective has ended, to let go of its tensors. If Python
+# finalizes meanwhile, the process aborts (pytorch/pytorch#190489). destroy_process_group joins the
+# threads unless something else holds the group. Default arguments of the module below hold for ever
+# the group that exists when it is imported, which torch.optim does for the first optimizer.
+if dist.group.WORLD is None:
+    importlib.import_module("torch.distributed.nn.functional")
+
+
+@atexit.register
+def _leave_threads_the_gil() -> None:
+    """Let threads of gloo come to rest whose group something holds, as a model under FSDP2 does."""
+    if _of_groups:
+        time.sleep(_LAST)
 
 
 class TorchPeers(Peers):
