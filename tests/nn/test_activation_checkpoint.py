@@ -213,6 +213,18 @@ def test_phases_of_training_under_other_recipes(run):
     assert_same_tensors(*results)
 
 
+@of_any_function
+def test_models_in_evaluation_mode_are_recomputed_quantized(run):
+    """A reentrant first run then looks like an evaluation."""
+    results = []
+    for way in (plain, run):
+        model, x = every_layer().eval(), torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+        for _ in range(2):
+            found = step(model, x, RECIPES["current"], partial(way, model))
+        results.append(found)
+    assert_same_tensors(*results)
+
+
 def test_a_compiled_function_is_not_recomputed_unquantized():
     """Left by its region it would be another graph, of plain products: an error, or right."""
     model = every_layer()[1:]

@@ -10,7 +10,7 @@ recipe. A layer that runs inside a backward takes, in this order:
 2. that of :func:`checkpoint` or :func:`checkpoint_contexts`, which keep region and state,
 3. the recipe under which the layer ran since its latest recomputation.
 
-Where the third are several recipes, or where the recipe has state of the forward, the codes of the
+Where the third is several recipes, or where the recipe has state of the forward, the codes of the
 first run cannot be made again, and the layer raises UnsupportedError.
 
 A compiled function without a region has no quantized products, and chooses them by the region that
@@ -30,26 +30,39 @@ from zerocast.nn.quantizer import RecomputeState, current_recompute_state, recor
 from zerocast.nn.regions import Autocast, in_backward
 from zerocast.recipes import Recipe
 
+_NO_BACKWARD = -1
+
 
 class FirstRuns:
     """The recipes under which a layer ran since its latest recomputation; None stands for high
     precision.
+
+    An evaluation may come between a forward and its backward, so its recipe counts only where
+    there was no other run: reentrant checkpoints disable gradients in the first run, too.
     """
 
     def __init__(self) -> None:
         self._recipes: set[Recipe | None] = set()
-        self._were_read = False
+        self._of_evaluations: set[Recipe | None] = set()
+        self._read_in = _NO_BACKWARD
 
-    def add(self, recipe: Recipe | None) -> None:
+    def add(self, recipe: Recipe | None, *, evaluates: bool = False) -> None:
         """Note a run outside of a backward."""
-        if self._were_read:
-            self._recipes, self._were_read = set(), False
+        if evaluates:
+            self._of_evaluations.add(recipe)
+            return
+        if self._read_in != _NO_BACKWARD:
+            self._recipes, self._of_evaluations = set(), set()
+            self._read_in = _NO_BACKWARD
         self._recipes.add(recipe)
 
     def read(self) -> set[Recipe | None]:
         """Return the recipes, for a run inside a backward."""
-        self._were_read = True
-        return self._recipes
+        backward = torch._C._current_graph_task_id()
+        if self._read_in not in (_NO_BACKWARD, backward):
+            return self._recipes | self._of_evaluations
+        self._read_in = backward
+        return self._recipes or self._of_evaluations
 
 
 class QuantizedLayer(Protocol):
@@ -72,10 +85,10 @@ def as_in_first_run(layer: QuantizedLayer) -> AbstractContextManager[None]:
     region = regions.current()
     runs = layer._first_runs
     if not in_backward():
-        if layer.training or torch.is_grad_enabled():
-            if runs is None:
-                runs = layer._first_runs = FirstRuns()
-            runs.add(_recipe_of(region))
+        if runs is None:
+            runs = layer._first_runs = FirstRuns()
+        evaluates = not (layer.training or torch.is_grad_enabled())
+        runs.add(_recipe_of(region), evaluates=evaluates)
         return nullcontext()
     state = current_recompute_state()
     if runs is None or (state is not None and state.replays):
