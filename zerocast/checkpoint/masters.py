@@ -24,6 +24,7 @@ from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, sharded_like, to_local
 from zerocast.sharded.state import check_state
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_parameters
 
 _GATHERED = (
     " FSDP2 leaves parameters of its root gathered after a forward, and an optimizer that is made "
@@ -43,7 +44,7 @@ class MasterTraining:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator
     ) -> None:
         self.model, self.optimizer, self.comm = model, optimizer, comm
-        names = {id(param): name for name, param in model.named_parameters()}
+        names = {id(param): name for name, param in named_parameters(model)}
         is_fsdp = any(map(is_sharded, model.parameters()))
         self._groups: dict[str, int] = {}
         self._params: dict[str, torch.Tensor] = {}

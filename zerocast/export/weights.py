@@ -51,7 +51,7 @@ from zerocast.export.stages import (
 )
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
-from zerocast.export.unwrapping import check_unwrapped, unwrapped
+from zerocast.export.unwrapping import unwrapped
 from zerocast.export.values import check_finite, check_tensor_scale
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
@@ -173,7 +173,6 @@ class Export:
             entries = groups.of_entries(entries)
             of_weights = {entry.name: [each.name for each in own] for entry, own in parts}
             entries = renamed(entries, self._names, self.dialect)
-            check_unwrapped(entry.stored for entry in entries)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "

@@ -27,6 +27,7 @@ from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import to_local
 from zerocast.sharded.report import grouped, why_high_precision
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_modules, named_parameters
 
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
 
@@ -123,7 +124,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
 
 def check_initialized(model: torch.nn.Module) -> None:
     """Raise :class:`InputError` where a parameter of ``model`` has no shape yet."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if torch.nn.parameter.is_lazy(parameter):
             raise InputError(
                 f"the parameters of a model must have shapes, got {name} of a lazy module that has "
@@ -133,7 +134,7 @@ def check_initialized(model: torch.nn.Module) -> None:
 
 def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
     owners: dict[torch.Tensor, tuple[str, torch.nn.Module, str]] = {}
-    for fqn, module in model.named_modules():
+    for fqn, module in named_modules(model):
         for own_name, parameter in module.named_parameters(recurse=False):
             # A linear layer names it rather than another module that shares it.
             if parameter not in owners or _is_linear(module, own_name):
@@ -254,7 +255,7 @@ def explain(
             "decoded" if chosen.kind is None else "library",
             str(chosen),
         )
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, QuantizedModule)
         for part, weight in _weights(module)
         for product, chosen in _engines(weight, recipe, tokens, device, dtype)
