@@ -133,7 +133,7 @@ def check_initialized(model: torch.nn.Module) -> None:
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
-    owners: dict[torch.Tensor, tuple[str, torch.nn.Module, str]] = {}
+    owners: dict[torch.nn.Parameter, tuple[str, torch.nn.Module, str]] = {}
     for fqn, module in named_modules(model):
         for own_name, parameter in module.named_parameters(recurse=False):
             # A linear layer names it rather than another module that shares it.
