@@ -60,12 +60,13 @@ from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, reshard, to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.uncopied import Uncopied
 
 BUCKET_BYTES = 1 << 30
 """Bytes of the tensors that are whole on a rank at once, by default."""
 
 
-class Export:
+class Export(Uncopied):
     """What is exported of a model, worked out once; iterating over :meth:`buckets` is collective.
 
     Args:
@@ -105,6 +106,8 @@ class Export:
         InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
             be exported so, on any.
     """
+
+    instead = "make one of the other model"
 
     def __init__(
         self,
