@@ -5,6 +5,7 @@ and FP8; fit: measures the costs of this machine.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{named}, or a config.json of transformers")
     add = parser.add_argument
     add("--recipe", default="nvfp4", choices=list(RECIPES), help="of the weights (nvfp4)")
-    add("--dp", type=int, nargs="+", default=[1024], help="data-parallel ranks (1024)")
+    add("--dp", default=[1024], help="data-parallel ranks (1024)", **_listed(int, "N"))
     add("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
     add("--rank", type=int, default=0, help="which data-parallel rank (0)")
-    add("--filter", nargs="*", default=[], metavar="NAME", help="layers that stay BF16")
+    add("--filter", default=[], help="layers that stay BF16", **_listed(str, "NAME"))
     add("--exchange", default="boundary", choices=["boundary", "full"], help="of amaxes (boundary)")
     add("--gradient-dtype", choices=list(DTYPES), help="in which gradients travel (their own)")
     add("--overlap-all-gather", action="store_true", help="gather in buckets")
@@ -41,6 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--png", type=Path, metavar="FILE", help="draw a picture, too; needs matplotlib")
     add_output(parser, "png", reads=lambda given: [Path(given.model), Path(given.machine)])
+
+
+def _listed(kind: type, name: str) -> dict[str, Any]:
+    """Return what makes an option of one argument with commas in it: of several arguments the last
+    would be MODEL, which may stand behind the options.
+    """
+
+    def values(text: str) -> list[Any]:
+        try:
+            return [kind(each) for each in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {name},..., got {text!r}") from None
+
+    return {"type": values, "metavar": f"{name},..."}
 
 
 def run(given: argparse.Namespace) -> tuple[str, int]:

@@ -227,7 +227,7 @@ class Explanation:
         recipes = dict.fromkeys(str(p.recipe) for p in self.products)
         head = f"{library} of {len(self.products)} products are computed by GEMMs on codes"
         head += f", under {' and '.join(recipes)}" if recipes else ""
-        if self.recipe is None:
+        if recipes and self.recipe is None:
             head += " (no autocast is active here, so those of the weights, or autocast's default)"
         lines = grouped((p._name, p._said) for p in self.products)
         return "\n".join([head, *(f"  {layers}{said}" for layers, _, said in lines)])
