@@ -27,7 +27,7 @@ it was replaced or removed. It makes way before backward adds the next gradient 
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,8 +38,6 @@ from zerocast.optim.gradient_rounds import Round
 from zerocast.optim.gradients import NOTES, GradientReducer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.taken_gradient import TakenGradient
-
-_T = TypeVar("_T")
 
 _HOOKS: Any = WeakIdKeyDictionary()
 """The finalizers that remove hooks, by parameter: a new optimizer removes those of the former one,
@@ -192,7 +190,7 @@ class OverlappingReducer(GradientReducer):
         wait = self._in_as_many_passes(partial(super()._start, round_))
         return partial(self._in_as_many_passes, wait)
 
-    def _in_as_many_passes(self, call: Callable[[], _T]) -> _T:
+    def _in_as_many_passes(self, call: Callable[[], Any]) -> Any:
         """Return what ``call`` of an exchange returns; where other ranks call another collective,
         say why.
         """
