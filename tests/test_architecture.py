@@ -19,7 +19,15 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
-    ("arguments", "drafts", "foreign_files", "peer_memory", "untraced"),
+    (
+        "arguments",
+        "drafts",
+        "foreign_files",
+        "peer_memory",
+        "uncopied",
+        "untraced",
+        "wrapped_names",
+    ),
     ("formats",),
     ("layout",),
     ("numerics",),

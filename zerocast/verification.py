@@ -20,6 +20,7 @@ from zerocast.sharded import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.digest import digests
+from zerocast.wrapped_names import named_parameters
 
 Weights: TypeAlias = (
     "torch.Tensor | torch.nn.Module | Iterable[torch.Tensor | tuple[str, torch.Tensor]]"
@@ -85,7 +86,7 @@ def verify(weights: Weights, group: Group = None) -> None:
 def _named(weights: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the weights with their names, or with their places if they have none."""
     if isinstance(weights, torch.nn.Module):
-        return list(weights.named_parameters())
+        return list(named_parameters(weights))
     if isinstance(weights, torch.Tensor):
         weights = [weights]
     if not isinstance(weights, Iterable) or isinstance(weights, str | bytes):

@@ -594,3 +594,25 @@ def test_state_of_one_rank_that_would_not_come_back_is_refused_on_all(tmp_path: 
         return message_of(InputError, save, tmp_path / "c", optimizer)
 
     assert all("under 'window' of w" in said for said in run_in_process(2, run))
+
+
+@pytest.mark.parametrize("differ", [lambda rank: torch.full((3,), float(rank)), lambda rank: rank])
+def test_state_of_a_torch_optimizer_that_only_one_rank_would_save_is_refused(
+    tmp_path: Path, differ: Callable[[int], Any]
+) -> None:
+    """What is no part of a sharded tensor is saved once: other values on other ranks are refused
+    on all, and state that one rank alone has is not.
+    """
+
+    def run(comm: Communicator) -> str:
+        model = torch.nn.Linear(32, 32, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = optimizer.state[model.weight]
+        state["same"] = torch.ones(3)
+        if comm.rank == 1:
+            state["own"] = torch.ones(3)
+        save(tmp_path / "c", optimizer, model, group=comm)
+        state["window"] = differ(comm.rank)
+        return message_of(InputError, save, tmp_path / "c", optimizer, model, group=comm)
+
+    assert all("'window' of weight is neither" in said for said in run_in_process(2, run))

@@ -136,7 +136,7 @@ def test_what_is_no_checkpoint(tmp_path, capsys):
     for path, told in (
         ("nothing.pt", "there is no"),
         ("empty", "neither"),
-        (damaged, "weights_only"),
+        (damaged, "zip archive"),
     ):
         assert main(["inspect", str(tmp_path / path)]) == 2
         assert told in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_what_the_command_prints(small: str, tmp_path: Path, capsys) -> None:
     BF16, which makes no cast; a picture is written beside it.
     """
     pytest.importorskip("matplotlib")
-    arguments = ["estimate", small, "--dp", "2", "8", "--tp", "2", "--json"]
+    arguments = ["estimate", small, "--dp", "2,8", "--tp", "2", "--json"]
     assert main([*arguments, "--png", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for dp, estimates in zip((2, 8), json.loads(capsys.readouterr().out), strict=True):
@@ -139,6 +139,25 @@ def test_wrong_arguments(arguments: list[str], said: str, small: str, capsys) ->
     """Each is refused in words, with exit code 2."""
     assert main(["estimate", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_options_and_the_model_stand_in_any_order(small: str, capsys) -> None:
+    """The model first, last, or between options of several values; and an option's value that is no
+    number is told.
+    """
+    printed = []
+    for arguments in (
+        [small, "--dp", "2,8", "--filter", "lm_head,q_proj"],
+        ["--dp", "2,8", "--filter", "lm_head,q_proj", small],
+        ["--filter", "lm_head,q_proj", small, "--dp", "2,8"],
+    ):
+        assert main(["estimate", *arguments]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0].count("data-parallel ranks") == 2
+    assert printed == printed[:1] * 3
+    with pytest.raises(SystemExit):
+        main(["estimate", "--dp", small, small])
+    assert f"argument --dp: invalid numbers value: {small!r}" in capsys.readouterr().err
 
 
 def test_weights_with_memory_are_refused() -> None:

@@ -13,7 +13,6 @@ from tests.support.models import Bank
 from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.export import DIALECTS, Export, save_pretrained
-from zerocast.optim import ZeroOptimizer
 from zerocast.refit import Refit
 
 DIALECT = "compressed-tensors/fp8-channel"
@@ -108,18 +107,6 @@ def test_a_module_that_occurs_twice_is_one_without_its_wrappers():
     assert sent.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert_same_bytes(sent[name], tensor, name)
-
-
-def test_names_that_an_optimizer_has_from_a_wrapper_are_refused():
-    """An optimizer has no modules to tell; names= gives others."""
-    model = compiled(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)))
-    zerocast.nn.convert(model, "mxfp8")
-    optimizer = ZeroOptimizer(model.named_parameters())
-    with pytest.raises(zerocast.InputError, match=r"_orig_mod\.0\.weight is what a wrapper calls"):
-        Export(optimizer, "compressed-tensors/mxfp8")
-    names = lambda name: name.removeprefix("_orig_mod.")  # noqa: E731
-    export = Export(optimizer, "compressed-tensors/mxfp8", names=names)
-    assert [each.stored for each in export.entries] == ["0.weight"]
 
 
 def of_peft(model: torch.nn.Module) -> None:

@@ -62,3 +62,32 @@ def test_ddp_reduces_gradients_once():
     out = on_two_ranks("ddp_by_accelerate.py")
     assert out.count("refused: this gradient was taken during backward") == 2
     assert out.count("moved by -0.800 and -0.800") == 2
+
+
+PLUGIN_ALONE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
+
+import zerocast
+
+model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+zerocast.nn.convert(model, "nvfp4", weights="master")
+accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+model = accelerator.prepare(model)
+assert not any(isinstance(module, FSDPModule) for module in model.modules())
+try:
+    model(torch.randn(4, 32))
+except zerocast.UnsupportedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plugin_that_shards_nothing_is_named(tmp_path, ranks):
+    """On CPUs accelerate's FSDP2 plugin does nothing: the error of the first forward says so."""
+    needs("accelerate")
+    program = tmp_path / "plugin_alone.py"
+    program.write_text(PLUGIN_ALONE)
+    assert output_of(on_torchrun_ranks(ranks, program)).count("nothing on CPUs") == ranks

@@ -7,7 +7,7 @@ from tests.support.layers import RECIPES, every_recipe
 from zerocast import nn
 from zerocast.errors import InputError
 from zerocast.formats import E2M1, E4M3, E5M2
-from zerocast.nn.autocast import autocast
+from zerocast.nn.autocast import autocast, get_default_recipe
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, Format, NVFP4BlockScaling
 
 E4M3_ONLY = DelayedScaling(fp8_format=Format.E4M3)
@@ -116,6 +116,28 @@ def test_explain_names_every_product_and_its_reason():
     with autocast(recipe=Float8CurrentScaling()):
         assert nn.explain(model[2]).recipe == Float8CurrentScaling()
         assert "  (the model itself), output" in str(nn.explain(model[2]))
+
+
+def test_explain_without_a_region_takes_the_recipe_of_each_weight():
+    """Held or gathered in codes; of others autocast's default. The text says that no autocast is
+    active, and inside of one that does not stand there.
+    """
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    ways = {"nvfp4": "quantized", "mxfp8": "master", "current": "high_precision"}
+    for layer, (recipe, weights) in zip(model, ways.items(), strict=True):
+        nn.convert(layer, RECIPES[recipe], weights=weights)
+    found = nn.explain(model)
+    expected = [RECIPES["nvfp4"], RECIPES["mxfp8"], get_default_recipe()]
+    assert [p.recipe for p in found.products[::3]] == expected
+    assert found.recipe is None
+    head = str(found).splitlines()[0]
+    assert f"{expected[0]} and {expected[1]} and {expected[2]} (no autocast is active" in head
+    for told in (nn.explain(model[0], "mxfp8"), nn.explain(torch.nn.Linear(8, 8), "mxfp8")):
+        assert "no autocast" not in str(told)
+    with autocast(recipe=RECIPES["mxfp8"]):
+        inside = nn.explain(model)
+    assert {p.recipe for p in inside.products} == {inside.recipe} == {RECIPES["mxfp8"]}
+    assert "no autocast" not in str(inside)
 
 
 def test_explain_says_which_call_a_gpu_makes(monkeypatch):

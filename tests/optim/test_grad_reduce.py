@@ -12,9 +12,9 @@ from tests.optim.overlapping import Model, backward, optimizer_of, whole_gradien
 from tests.optim.training import NVFP4, Training, assert_same_lists, make_params, named
 from tests.support.claims import assert_same_tensors, message_of, one_message, stored
 from tests.support.late_gathers import ExchangesLate
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks, run_ranks, split_ranks
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
-from zerocast.errors import InputError
+from zerocast.errors import InputError, RankMismatchError
 from zerocast.optim import ZeroOptimizer
 
 PASSES = 2
@@ -140,6 +140,33 @@ def test_a_bucket_is_sent_when_it_is_full(comm: Communicator) -> None:
     assert spy.total(kind="all_to_all").calls == 4
     optimizer.step()
     assert spy.total(kind="all_to_all").calls == 5
+
+
+@pytest.mark.parametrize("bucket_size", [1, 3000, None])
+@pytest.mark.parametrize("passes", [(2, 1, 1), (1, 2, 2), (0, 1, 1)])
+def test_ranks_that_make_other_numbers_of_passes_are_told_so(
+    comm_kind: str, passes: tuple[int, ...], bucket_size: int | None
+) -> None:
+    """With its own, on every rank, and not in terms of collectives alone; no weight moves."""
+
+    def attempt(everyone: Communicator) -> str:
+        model, comm = Model("nvfp4"), split_ranks(everyone, 0)  # which is lost
+        optimizer = optimizer_of(model, comm, overlap_grad_reduce=True, bucket_size=bucket_size)
+        before = stored(model)
+
+        def train() -> None:
+            for seed in range(passes[comm.rank]):
+                backward(model, seed)
+            optimizer.step()
+
+        said = message_of(RankMismatchError, train)
+        assert_same_tensors(stored(model), before, "weights")
+        return said
+
+    for made, said in zip(passes, run_ranks(comm_kind, 3, attempt), strict=True):
+        assert "as many backward passes between two steps" in said
+        seen = range(min(passes), made + 1)  # whole ones, when it hears of the others
+        assert any(f"this rank {n} so far" in said for n in seen), said
 
 
 @pytest.mark.parametrize("overlap", [False, True])

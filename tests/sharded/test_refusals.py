@@ -33,8 +33,10 @@ def test_sharding_by_columns_is_refused_when_the_model_is_wrapped(comm):
 NOT_GATHERED = (
     "layers.0 was to be all-gathered in codes before its layer runs, and FSDP2 has not gathered "
     "it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without the "
-    "parameter among ignored_params, and run it by that module's forward. (For a model that is not "
-    "sharded, convert with weights='quantized' or 'high_precision'.)"
+    "parameter among ignored_params, and run it by that module's forward. accelerate's FSDP2 "
+    "plugin, also under transformers' Trainer, does that for several processes with accelerators "
+    "only, and nothing on CPUs or in one process. (For a model that is not sharded, convert with "
+    "weights='quantized' or 'high_precision'.)"
 )
 
 

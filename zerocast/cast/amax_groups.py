@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from zerocast.errors import InputError
+from zerocast.wrapped_names import named_modules
 
 Patterns: TypeAlias = Sequence[Sequence[str]]
 """For each group the patterns of its members' names, such as ``["*.wq", "*.wk", "*.wv"]``."""
@@ -51,7 +52,7 @@ def fused_weights(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
     one module, with as many columns each.
     """
     found: list[dict[str, torch.Tensor]] = []
-    for fqn, module in model.named_modules():
+    for fqn, module in named_modules(model):
         if not any(each.__module__.startswith(FAMILIES) for each in type(module).__mro__):
             continue
         for names in FUSED:

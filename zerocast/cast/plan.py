@@ -37,12 +37,13 @@ from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor
 from zerocast.tensors.digest import TakenDigests
+from zerocast.uncopied import Uncopied
 from zerocast.untraced import untraced
 
 _run_untraced = untraced(lambda step: step())
 
 
-class CastPlan:
+class CastPlan(Uncopied):
     """A cast of sharded masters into quantized model weights, planned once.
 
     Making a plan is collective: every rank of every group makes it, with the same weights in the
@@ -100,6 +101,8 @@ class CastPlan:
         InputError: on every rank, for a wrong argument on any.
         RankMismatchError: on every rank, where weights, order, recipes or shards do not fit.
     """
+
+    instead = "make a plan of the other weights and masters"
 
     _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
     _is_flat = False  # whether one tensor of each storage is looked at; see flat_plan.py

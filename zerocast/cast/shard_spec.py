@@ -22,6 +22,7 @@ from zerocast.formats import byte_span
 from zerocast.layout import Extent, Source
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.weight_operands import OwnScales
+from zerocast.wrapped_names import without_wrappers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ def check_specs(
         check_list("names", names, model_weights)
         for i, name in enumerate(names):
             check_text(f"names[{i}]", name)
+        names = list(map(without_wrappers, names))
         check_names("names", names)
     grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0
     if grouped and names is None:

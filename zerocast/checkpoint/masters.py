@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint.model_part import digest_of
 from zerocast.checkpoint.training import SHARD, WHOLE, Contents, Saved
 from zerocast.checkpoint.values import decode
 from zerocast.comm import Communicator
@@ -24,6 +25,7 @@ from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, sharded_like, to_local
 from zerocast.sharded.state import check_state
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_parameters
 
 _GATHERED = (
     " FSDP2 leaves parameters of its root gathered after a forward, and an optimizer that is made "
@@ -43,7 +45,7 @@ class MasterTraining:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator
     ) -> None:
         self.model, self.optimizer, self.comm = model, optimizer, comm
-        names = {id(param): name for name, param in model.named_parameters()}
+        names = {id(param): name for name, param in named_parameters(model)}
         is_fsdp = any(map(is_sharded, model.parameters()))
         self._groups: dict[str, int] = {}
         self._params: dict[str, torch.Tensor] = {}
@@ -104,16 +106,27 @@ class MasterTraining:
     def put(self, contents: Contents) -> None:
         said = {**self.described, "steps": 0, "mode": "train", "averages": [], "due": self._due()}
         contents.put_optimizer(said, self.optimizer.param_groups)
+        once: dict[str, str] = {}  # what is saved of one of the ranks that have it
         for name, param in self._params.items():
             contents.shares[f"master.{name}"] = Share.of(as_plain(param))
             for key, value in self.optimizer.state.get(param, {}).items():
-                is_shard = isinstance(value, torch.Tensor) and value.shape == param.shape
-                is_shard = is_shard and key != "step"
+                is_tensor = isinstance(value, torch.Tensor)
+                is_shard = is_tensor and value.shape == param.shape and key != "step"
                 share = Share.of(as_plain(value)) if is_shard else None
                 contents.put_state(name, key, value, share)
+                if not is_shard and not is_sharded(value):
+                    once[f"{key!r} of {name}"] = digest_of(value) if is_tensor else repr(value)
         for name, gather in self._gathers.items():
             for key, value in gather.state.items():
                 contents.shares[f"recipe.{name}.{key}"] = Share.of(value)
+
+        everyone = self.comm.all_gather_object(once)
+        for key in sorted(set().union(*everyone)):
+            if len({each[key] for each in everyone if key in each}) > 1:
+                raise InputError(
+                    f"what an optimizer keeps of a weight must be sharded as the weight is, or the "
+                    f"same on every rank, and {key} is neither; make it by torch.zeros_like(param)."
+                )
 
     def _due(self) -> list[str]:
         """Return the weights whose cast is due, as any rank has written them, or one of their amax

@@ -24,6 +24,7 @@ from zerocast.nn.stateful_module import StatefulModule
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_modules, named_parameters
 
 _EXTRA = "._extra_state"
 
@@ -129,13 +130,13 @@ class ModelPart:
         found: dict[str, torch.Tensor] = {}
         if self.model is None:
             return found
-        for name, module in self.model.named_modules():
+        for name, module in named_modules(self.model):
             prefix = f"model.{name}." if name else "model."
             for key, buffer in module._buffers.items():
                 is_kept = key not in module._non_persistent_buffers_set and key != WEIGHT_STATE
                 if buffer is not None and is_kept:
                     found[prefix + key] = buffer
-        for name, param in self.model.named_parameters():
+        for name, param in named_parameters(self.model):
             if id(param) in self._trained:
                 continue
             if isinstance(param, QuantizedTensor):
@@ -147,7 +148,7 @@ class ModelPart:
 
     def _stateful(self) -> list[tuple[Any, str]]:
         """Return the modules with extra state, and their names."""
-        modules = self.model.named_modules() if self.model is not None else ()
+        modules = named_modules(self.model) if self.model is not None else ()
         none = torch.nn.Module.get_extra_state
         return [(m, name) for name, m in modules if type(m).get_extra_state is not none]
 

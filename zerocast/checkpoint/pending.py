@@ -13,12 +13,13 @@ import torch
 
 from zerocast.comm import Attempt, Communicator, raise_together
 from zerocast.errors import ZerocastError
+from zerocast.uncopied import Uncopied
 
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
 """The saves that have not been waited for, by optimizer."""
 
 
-class PendingSave:
+class PendingSave(Uncopied):
     """A save under way; what ``save(..., asynchronous=True)`` returns.
 
     If it fails, the rank logs an error to the logger ``zerocast`` at once; the next call raises it.
@@ -30,6 +31,8 @@ class PendingSave:
         finish: puts the checkpoint in place once all parts are written, unless the event is set
             before, or removes them where one is not; runs after ``write``. Rank 0's does something.
     """
+
+    instead = "call its wait() where it was made"
 
     def __init__(
         self,

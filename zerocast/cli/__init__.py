@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cannot do what it was asked to.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m zerocast", description=__doc__.partition("\n\n")[0]
+        prog="python -m zerocast",
+        description="What zerocast can do here, what checkpoints hold, and what training costs.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--json", action="store_true", help="print JSON instead of text")
     check.set_defaults(run=lambda given: doctor.report(as_json=given.json))
     look = commands.add_parser("inspect", help="the tensors of a checkpoint, and what they hold")
-    look.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="see docs/command_line.md")
+    held = "of torch.save or safetensors, or a directory of these or of torch's DCP"
+    look.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=held)
     look.add_argument("--json", action="store_true", help="print JSON instead of a table")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
     add_output(look, "html", reads=lambda given: checkpoints.sources(given.path))

@@ -112,11 +112,17 @@ def _load(source: IO[bytes], path: Path) -> Any:
                     _check_pickle(archive.read(member))
         source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a damaged file makes torch's unpickler raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except zipfile.BadZipFile as error:
         raise InputError(
-            f"{path} cannot be read as tensors alone (torch.load with weights_only=True): {reason} "
-            "Save a state dict rather than a whole object."
+            f"{path} must be a zip archive, as torch.save writes since torch 1.6, and is none "
+            f"({error}); it is damaged, or of another format."
+        ) from error
+    except Exception as error:  # what a damaged file makes torch's unpickler raise
+        said = str(error).rpartition("WeightsUnpickler error: ")[2]  # of torch's advice the reason
+        reason = (said.splitlines() or [repr(error)])[0].partition(". ")[0].rstrip(".")
+        raise InputError(
+            f"{path} must hold tensors and plain containers alone, which torch.load reads with "
+            f"weights_only=True: {reason}; save a state dict rather than a whole object."
         ) from error
 
 

@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{named}, or a config.json of transformers")
     add = parser.add_argument
     add("--recipe", default="nvfp4", choices=list(RECIPES), help="of the weights (nvfp4)")
-    add("--dp", type=int, nargs="+", default=[1024], help="data-parallel ranks (1024)")
+    add("--dp", default=[1024], type=numbers, metavar="N,...", help="data-parallel ranks (1024)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
     add("--rank", type=int, default=0, help="which data-parallel rank (0)")
-    add("--filter", nargs="*", default=[], metavar="NAME", help="layers that stay BF16")
+    names = lambda text: text.split(",")  # noqa: E731
+    add("--filter", type=names, default=[], metavar="NAME,...", help="layers that stay BF16")
     add("--exchange", default="boundary", choices=["boundary", "full"], help="of amaxes (boundary)")
     add("--gradient-dtype", choices=list(DTYPES), help="in which gradients travel (their own)")
     add("--overlap-all-gather", action="store_true", help="gather in buckets")
@@ -41,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--png", type=Path, metavar="FILE", help="draw a picture, too; needs matplotlib")
     add_output(parser, "png", reads=lambda given: [Path(given.model), Path(given.machine)])
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers in an argument with commas: of several arguments the last would be MODEL,
+    which may stand behind the options.
+    """
+    return [int(each) for each in text.split(",")]
 
 
 def run(given: argparse.Namespace) -> tuple[str, int]:

@@ -38,6 +38,7 @@ from zerocast.comm.communicator import (
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout, name
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld, one_error
 from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
+from zerocast.uncopied import Uncopied
 
 T = TypeVar("T")
 
@@ -81,8 +82,10 @@ def _signature(name: str, buffer: torch.Tensor, detail: Any = None) -> _Signatur
     return (name, buffer.dtype, tuple(buffer.shape), detail)
 
 
-class InProcessCommunicator(Communicator):
+class InProcessCommunicator(Communicator, Uncopied):
     """One rank of a group of threads; made by :func:`run_in_process` and :meth:`split`."""
+
+    instead = "use it in the thread of its rank, and split(color) for other groups"
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self._group = group

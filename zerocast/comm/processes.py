@@ -31,17 +31,20 @@ from zerocast.comm.communicator import (
 from zerocast.comm.failure import alone, announcing
 from zerocast.comm.peers import MAXIMA, Begin, Peers
 from zerocast.peer_memory import PeerBuffer, draw_token
+from zerocast.uncopied import Uncopied
 
 _LARGE = 1 << 21
 """Bytes of a part, on average, from which on ranks of one node copy them from each other."""
 
 
-class ProcessCommunicator(Communicator):
+class ProcessCommunicator(Communicator, Uncopied):
     """A communicator whose ranks are processes; a subclass is one transport.
 
     The methods that a transport has begin a collective on 1-D tensors in memory that it takes, and
     return its requests.
     """
+
+    instead = "call zerocast.as_communicator on a group of the other process"
 
     _peers: Peers
     _serving: torch.device

@@ -28,6 +28,7 @@ import torch
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, Parts, Wait
 from zerocast.errors import InputError
+from zerocast.uncopied import Uncopied
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Traffic:
         self.seconds += other.seconds
 
 
-class RecordingCommunicator(Communicator):
+class RecordingCommunicator(Communicator, Uncopied):
     """Passes every collective on to ``comm`` and counts it, by label and kind.
 
     Kinds are ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``,
@@ -64,6 +65,8 @@ class RecordingCommunicator(Communicator):
         comm: the communicator that does the work.
         traffic: (label, kind) -> what was counted; the label is "" outside :meth:`label`.
     """
+
+    instead = "make one of the other communicator"
 
     def __init__(self, comm: Communicator) -> None:
         if not isinstance(comm, Communicator):

@@ -36,7 +36,7 @@ def add_tokenizer(tokenizer: Any, drafts: Path) -> None:
     """
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(drafts)
-    else:
+    elif isinstance(tokenizer, str | os.PathLike):
         source = Path(tokenizer)
         for file in (*source.glob("*"), *source.glob("additional_chat_templates/*")):
             if file.is_file() and not _is_any_of(file.name, NOT_COPIED):

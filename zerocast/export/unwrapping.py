@@ -1,16 +1,13 @@
 """The model inside of its wrappers, by whose names servers know the weights."""
 
-from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.errors import UnsupportedError
+from zerocast.wrapped_names import INNER
 
 _Source = TypeVar("_Source")
-
-INNER = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where torch.compile and torch's checkpoint_wrapper have what they wrap: no module of a model."""
 
 REPLICAS = {"DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"}
 """Classes, of torch and of others, that have what they wrap as ``module``."""
@@ -47,13 +44,3 @@ def _unwrapped(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> tor
             vars(found).update(vars(module), _modules=module._modules | children)
         seen[id(module)] = found
     return seen[id(module)]
-
-
-def check_unwrapped(names: Iterable[str]) -> None:
-    """Raise :class:`InputError` for a name that has a wrapper's part, as an optimizer may have."""
-    for name in names:
-        if not set(INNER).isdisjoint(name.split(".")):
-            raise InputError(
-                f"{name} is what a wrapper calls a weight, and servers do not know it; give names= "
-                f"without the wrapper's part of it."
-            )

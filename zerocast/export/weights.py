@@ -51,7 +51,7 @@ from zerocast.export.stages import (
 )
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
-from zerocast.export.unwrapping import check_unwrapped, unwrapped
+from zerocast.export.unwrapping import unwrapped
 from zerocast.export.values import check_finite, check_tensor_scale
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
@@ -60,12 +60,13 @@ from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, reshard, to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.uncopied import Uncopied
 
 BUCKET_BYTES = 1 << 30
 """Bytes of the tensors that are whole on a rank at once, by default."""
 
 
-class Export:
+class Export(Uncopied):
     """What is exported of a model, worked out once; iterating over :meth:`buckets` is collective.
 
     Args:
@@ -105,6 +106,8 @@ class Export:
         InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
             be exported so, on any.
     """
+
+    instead = "make one of the other model"
 
     def __init__(
         self,
@@ -173,7 +176,6 @@ class Export:
             entries = groups.of_entries(entries)
             of_weights = {entry.name: [each.name for each in own] for entry, own in parts}
             entries = renamed(entries, self._names, self.dialect)
-            check_unwrapped(entry.stored for entry in entries)
             if not any(entry.recipe for entry in entries):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "

@@ -9,6 +9,7 @@ from zerocast.arguments import check_flag, check_module
 from zerocast.errors import InputError
 from zerocast.nn import ConversionReport, convert
 from zerocast.recipes import Recipe
+from zerocast.wrapped_names import named_modules
 
 
 def quantize_linears(
@@ -43,7 +44,7 @@ def quantize_linears(
         check_flag("first_last_layers_bf16", first_last_layers_bf16)
     layers = [
         name
-        for name, layer in model.named_modules()
+        for name, layer in named_modules(model)
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.weight is not None
     ]
     for pattern in skip:

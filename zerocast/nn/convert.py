@@ -38,6 +38,7 @@ from zerocast.recipes import Recipe, as_recipe
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.report import note_reason
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_modules
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def convert(
     check_not_replaced(model)
     included = included_weights(model, include)
     linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
-    for fqn, module in model.named_modules(remove_duplicate=False):
+    for fqn, module in named_modules(model, remove_duplicate=False):
         if isinstance(module, torch.nn.Linear):
             linears.setdefault(module, []).append(fqn)
     adapters = _adapters(model)
@@ -259,7 +260,7 @@ def convert(
         if isinstance(new, QuantizedTensor):
             new.quantized_storage.amax_group = labels.get(old)
     share_amaxes([new for new in replacements.values() if isinstance(new, QuantizedTensor)])
-    for fqn, layer in model.named_modules():
+    for fqn, layer in named_modules(model):
         if isinstance(layer, QuantizedModule):
             layer.name = layer.name or fqn
     names = tuple(found[0][0] for found in taken.values())

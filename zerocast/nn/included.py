@@ -22,6 +22,7 @@ from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_master_like, as_plain
 from zerocast.sharded.placement import is_sharded
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_modules
 
 Place = tuple[str, torch.nn.Module, str]
 """A parameter's fully qualified name, the module that has it, and its name there."""
@@ -31,7 +32,7 @@ def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
     """Yield every parameter of ``model`` with its place; a shared one once for each of its
     modules.
     """
-    for fqn, module in model.named_modules():
+    for fqn, module in named_modules(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield parameter, (f"{fqn}.{name}".lstrip("."), module, name)

@@ -11,6 +11,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.layout import FULL
 from zerocast.recipes import Recipe
+from zerocast.wrapped_names import named_modules, named_parameters
 
 AUTO_FILTER = "auto_filter_small_kn"
 """Among ``filter_fqns``: leave out the layers that are too small."""
@@ -52,8 +53,8 @@ class LayerFilter:
                 f"layer and its name that says whether to convert it, got {given!r}."
             )
         self._parts, self.leaves_small = read_filter(tuple(given))
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        names = [name for name, _ in named_modules(model, remove_duplicate=False)]
+        names += [name for name, _ in named_parameters(model, remove_duplicate=False)]
         for part in self._parts:
             if not any(part in name for name in names):
                 raise _matches_nothing(part, names)

@@ -23,10 +23,12 @@ from zerocast.nn.engines import Engine, Product, Side, engine
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.regions import current
 from zerocast.recipes import Recipe, as_recipe
+from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import to_local
 from zerocast.sharded.report import grouped, why_high_precision
 from zerocast.tensors import QuantizedTensor
+from zerocast.wrapped_names import named_modules, named_parameters
 
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
 
@@ -123,7 +125,7 @@ def coverage(model: torch.nn.Module) -> Coverage:
 
 def check_initialized(model: torch.nn.Module) -> None:
     """Raise :class:`InputError` where a parameter of ``model`` has no shape yet."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if torch.nn.parameter.is_lazy(parameter):
             raise InputError(
                 f"the parameters of a model must have shapes, got {name} of a lazy module that has "
@@ -132,8 +134,8 @@ def check_initialized(model: torch.nn.Module) -> None:
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
-    owners: dict[torch.Tensor, tuple[str, torch.nn.Module, str]] = {}
-    for fqn, module in model.named_modules():
+    owners: dict[torch.nn.Parameter, tuple[str, torch.nn.Module, str]] = {}
+    for fqn, module in named_modules(model):
         for own_name, parameter in module.named_parameters(recurse=False):
             # A linear layer names it rather than another module that shares it.
             if parameter not in owners or _is_linear(module, own_name):
@@ -142,18 +144,25 @@ def _parameters(model: torch.nn.Module) -> Iterator[ParameterCoverage]:
         own, shape = to_local(parameter), parameter.shape
         is_linear = _is_linear(module, own_name)
         how: How = "left"
-        recipe, why = None, ""
+        recipe, why = _own_recipe(parameter), ""
         size = shape.numel() * parameter.dtype.itemsize
         if isinstance(own, QuantizedTensor):
-            how, recipe = "held in codes", own.recipe
+            how = "held in codes"
             size = sum(buffer.nbytes for buffer in own.quantized_storage.buffers.values())
         elif isinstance(own, MasterWeight):
-            how, recipe = "gathered in codes", own.low_bit_all_gather.recipe
+            how = "gathered in codes"
         elif is_linear and isinstance(module, QuantizedModule):
             how = "quantized under autocast"
         else:
             why = why_high_precision(module, own_name)
         yield ParameterCoverage(name, shape, how, recipe, size, why, is_linear)
+
+
+def _own_recipe(weight: torch.Tensor) -> Recipe | None:
+    """Return the recipe of the codes that are held or gathered of a weight; None of others."""
+    own = to_local(weight)
+    holder = own if isinstance(own, QuantizedTensor) else gather_of(own)
+    return None if holder is None else holder.recipe
 
 
 def _is_linear(module: torch.nn.Module, name: str) -> bool:
@@ -180,12 +189,14 @@ class ProductExplanation:
         engine: ``"library"``, or ``"decoded"``: both operands are decoded and multiplied in high
             precision.
         reason: which call of the library; or why it is not that.
+        recipe: under which the layer runs.
     """
 
     layer: str
     product: str
     engine: str
     reason: str
+    recipe: Recipe
 
     def __str__(self) -> str:
         return f"{self._name}{self._said}"
@@ -201,17 +212,23 @@ class ProductExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The result of :func:`explain`. Its text has totals first and equal layers in one line."""
+    """The result of :func:`explain`. Its text has totals first and equal layers in one line.
 
-    recipe: Recipe
+    Attributes:
+        recipe: that was given, or of the autocast around the call; None where there is neither.
+        products: three of each weight of a layer.
+    """
+
+    recipe: Recipe | None
     products: tuple[ProductExplanation, ...]
 
     def __str__(self) -> str:
         library = sum(p.engine == "library" for p in self.products)
-        head = (
-            f"{library} of {len(self.products)} products are computed by GEMMs on codes, under "
-            f"{self.recipe}"
-        )
+        recipes = dict.fromkeys(str(p.recipe) for p in self.products)
+        head = f"{library} of {len(self.products)} products are computed by GEMMs on codes"
+        head += f", under {' and '.join(recipes)}" if recipes else ""
+        if recipes and self.recipe is None:
+            head += " (no autocast is active here, so those of the weights, or autocast's default)"
         lines = grouped((p._name, p._said) for p in self.products)
         return "\n".join([head, *(f"  {layers}{said}" for layers, _, said in lines)])
 
@@ -228,8 +245,9 @@ def explain(
 
     Args:
         model: any module; zerocast's layers in it are explained, itself included.
-        recipe: under which they run, or its name; by default that of the autocast around the call,
-            or the one that autocast takes by default.
+        recipe: under which they run, or its name; by default that of the autocast around the call.
+            Where there is none, that of each weight, as it was converted, and for weights in high
+            precision the one that autocast takes by default.
         tokens: rows of a layer's input, which have to fit, too.
         device: where they run; by default where each weight is.
         dtype: the dtype of their results; by default that of each weight.
@@ -237,9 +255,7 @@ def explain(
     Raises:
         InputError: for anything that is not a recipe, or for fewer than one token.
     """
-    if recipe is None:
-        recipe = current().recipe or get_default_recipe()
-    recipe = as_recipe(recipe)
+    recipe = current().recipe if recipe is None else as_recipe(recipe)
     check_module("model", model)
     if check_integer("tokens", tokens, -(2**63), 2**63 - 1) < 1:
         raise InputError(f"tokens must be at least 1, got {tokens}.")
@@ -253,11 +269,13 @@ def explain(
             product.title,
             "decoded" if chosen.kind is None else "library",
             str(chosen),
+            under,
         )
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, QuantizedModule)
         for part, weight in _weights(module)
-        for product, chosen in _engines(weight, recipe, tokens, device, dtype)
+        for under in [recipe or _own_recipe(weight) or get_default_recipe()]
+        for product, chosen in _engines(weight, under, tokens, device, dtype)
     ]
     return Explanation(recipe, tuple(products))
 

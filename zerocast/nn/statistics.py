@@ -23,6 +23,7 @@ from zerocast.formats import ElementFormat, unpack_nibbles
 from zerocast.nn.layer_product import Watch
 from zerocast.recipes import Role
 from zerocast.tensors import QuantizedStorage, dequantize
+from zerocast.wrapped_names import named_modules
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
     Yields:
         The counts, which grow as layers run.
     """
-    names = {module: name for name, module in check_module("model", model).named_modules()}
+    names = {module: name for name, module in named_modules(check_module("model", model))}
     counts = Statistics()
     token = _counting.set((names, counts))
     try:

@@ -17,12 +17,13 @@ from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import index_of
+from zerocast.uncopied import Uncopied
 
 AVERAGE = "ema("
 """The beginning of the names of averages in a state dict."""
 
 
-class Average:
+class Average(Uncopied):
     """What :meth:`ZeroOptimizer.ema` returns: ``decay * average + (1 - decay) * master`` after
     every step, beginning at the masters as they were when it was made.
 
@@ -32,6 +33,8 @@ class Average:
     Attributes:
         decay: the share of the average that a step leaves.
     """
+
+    instead = "call ema(decay) of the other optimizer, or take values by gather(param)"
 
     def __init__(
         self, decay: float, shards: ShardedWeights, publication: Publication, progress: Progress

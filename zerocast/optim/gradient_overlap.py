@@ -25,13 +25,16 @@ it was replaced or removed. It makes way before backward adds the next gradient 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocast.errors import InputError
+from zerocast.comm.communicator import Wait
+from zerocast.errors import InputError, RankMismatchError
+from zerocast.optim.gradient_rounds import Round
 from zerocast.optim.gradients import NOTES, GradientReducer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.taken_gradient import TakenGradient
@@ -182,6 +185,23 @@ class OverlappingReducer(GradientReducer):
         self._bucket += 1
         self._packed.clear()
         self._awaited = self._to_come()
+
+    def _start(self, round_: Round) -> Wait:
+        wait = self._in_as_many_passes(partial(super()._start, round_))
+        return partial(self._in_as_many_passes, wait)
+
+    def _in_as_many_passes(self, call: Callable[[], Any]) -> Any:
+        """Return what ``call`` of an exchange returns; where other ranks call another collective,
+        say why.
+        """
+        try:
+            return call()
+        except RankMismatchError as error:
+            raise RankMismatchError(
+                f"with overlap_grad_reduce every rank must make as many backward passes between "
+                f"two steps, and some have made more than others, this rank {self._passes} so far; "
+                f"where a rank has no batch, let it make a pass of a loss times 0. ({error})"
+            ) from error
 
     def _end_backward(self) -> None:
         self._settle()

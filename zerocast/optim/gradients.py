@@ -98,7 +98,11 @@ class GradientReducer:
             self._finish_first()
 
     def _begin(self, round_: Round, *, replaces: bool) -> None:
-        self._under_way.append((round_, round_.begin(self._shards.comm), replaces))
+        self._under_way.append((round_, self._start(round_), replaces))
+
+    def _start(self, round_: Round) -> Wait:
+        """Begin the exchange; what is returned waits for it."""
+        return round_.begin(self._shards.comm)
 
     def _finish_first(self) -> None:
         each, wait, replaces = self._under_way.popleft()

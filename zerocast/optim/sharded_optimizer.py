@@ -5,7 +5,7 @@ The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,15 +22,18 @@ from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.weights import index_of
+from zerocast.uncopied import Uncopied
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
     """An optimizer whose masters are sharded over ranks; a subclass makes and steps them.
 
     Attributes:
         comm: the ranks.
         inner: the wrapped optimizer; its parameters are this rank's masters.
     """
+
+    instead = "save what optimizer.state_dict() returns on every rank, and load it into another"
 
     comm: Communicator
     inner: torch.optim.Optimizer
@@ -205,13 +208,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._publication.run(due=saved["zero"]["due"])
             self._progress.steps = saved["zero"]["steps"]
         self._gradients.drop()
-
-    def __getstate__(self) -> NoReturn:
-        raise UnsupportedError(
-            "a ZeroOptimizer cannot be copied or pickled, because its weights lie in buffers that "
-            "all ranks gather; save what optimizer.state_dict() returns on every rank, and load it "
-            "into an optimizer of the other model."
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse another group once the optimizer is made: its buffers are divided over ranks.

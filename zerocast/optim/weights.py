@@ -22,6 +22,7 @@ from zerocast.optim.param_groups import Groups, option_lines
 from zerocast.recipes import NOMINAL_DTYPES, describe_recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
+from zerocast.wrapped_names import without_wrappers
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def collect_weights(param_groups: Groups) -> list[Weight]:
     QuantizedStorage.share_forms(param.quantized_storage for param in quantized)
     for g, group in enumerate(param_groups):
         places = [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
-        names = group.get("param_names", places)
+        names = map(without_wrappers, group.get("param_names", places))
         for name, param in zip(names, group["params"], strict=True):
             weights.append(Weight(name, param, g, storage_kind(name, param)))
     if not weights:

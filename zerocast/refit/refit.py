@@ -25,6 +25,7 @@ from zerocast.refit.audit import Travels, check_config, travels
 from zerocast.refit.delta import Segment, changed_segments, packed, whole_segment
 from zerocast.refit.pieces import Piece, check_cuts, pieces_of, refuse_parts
 from zerocast.tensors.digest import digest
+from zerocast.uncopied import Uncopied
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -37,7 +38,7 @@ class _Held:
     checksum: int
 
 
-class Refit:
+class Refit(Uncopied):
     """Feeds servers from a trainer. Every method is collective over the ranks of the trainer, and
     what it returns is to be used up by all of them before they train on.
 
@@ -59,6 +60,8 @@ class Refit:
     Raises:
         InputError, UnsupportedError: as Export.
     """
+
+    instead = "make one of the other model"
 
     def __init__(
         self,

@@ -284,8 +284,10 @@ def not_gathered(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"{name} was to be all-gathered in codes before its layer runs, and FSDP2 has not gathered "
         f"it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without "
-        f"the parameter among ignored_params, and run it by that module's forward. (For a model "
-        f"that is not sharded, convert with weights='quantized' or 'high_precision'.)"
+        f"the parameter among ignored_params, and run it by that module's forward. accelerate's "
+        f"FSDP2 plugin, also under transformers' Trainer, does that for several processes with "
+        f"accelerators only, and nothing on CPUs or in one process. (For a model that is not "
+        f"sharded, convert with weights='quantized' or 'high_precision'.)"
     )
 
 

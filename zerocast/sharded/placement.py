@@ -23,6 +23,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import chunk
 from zerocast.recipes import Recipe
 from zerocast.tensors import TensorParallelShard
+from zerocast.wrapped_names import named_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +145,7 @@ def gather_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
 
     return {
         name: module._get_fsdp_state()._mp_policy.param_dtype
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, FSDPModule)
     }
 

@@ -26,6 +26,7 @@ from zerocast.sharded.placement import (
 from zerocast.sharded.row_shards import RowShards
 from zerocast.sharded.scale_shards import ScaleShards
 from zerocast.tensors import TensorParallelShard
+from zerocast.wrapped_names import named_modules
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def report(model: torch.nn.Module) -> GatherReport:
 def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
     dtypes = gather_dtypes(model)
     seen: set[torch.Tensor] = set()  # one that layers share is gathered once
-    for fqn, module in model.named_modules():
+    for fqn, module in named_modules(model):
         for own_name, parameter in module.named_parameters(recurse=False):
             if parameter in seen:
                 continue
