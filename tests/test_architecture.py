@@ -19,7 +19,7 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
-    ("arguments", "drafts", "foreign_files", "peer_memory", "untraced"),
+    ("arguments", "drafts", "foreign_files", "peer_memory", "torch_release", "untraced"),
     ("formats",),
     ("layout",),
     ("numerics",),

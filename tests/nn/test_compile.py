@@ -269,7 +269,7 @@ def test_between_a_cast_and_its_all_gather(backend):
             assert_same_bytes(compiled(x), model(x), "output")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_export_and_trace(recipe):
     """torch.export holds codes, and quantized products where nothing is remembered; it is refused
