@@ -101,7 +101,7 @@ def test_a_layer_that_runs_several_times(recipe):
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.parametrize(
     "recipe", [DELAYED, DRAWN, RECIPES["mxfp8"]], ids=["delayed", "nvfp4", "mxfp8"]
 )
