@@ -24,6 +24,7 @@ LAYERS = (
         "drafts",
         "foreign_files",
         "peer_memory",
+        "torch_release",
         "uncopied",
         "untraced",
         "wrapped_names",

@@ -17,6 +17,7 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
+import zerocast.torch_release  # noqa: F401  first: what follows needs a torch that it accepts
 from zerocast import checkpoint, comm, export, nn, optim, refit, sharded
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (

@@ -43,6 +43,10 @@ class UnsupportedError(ZerocastError, NotImplementedError):
     """
 
 
+class TorchVersionError(ZerocastError, ImportError):
+    """The installed torch is older than zerocast needs. ``import zerocast`` raises it."""
+
+
 class BackendError(ZerocastError, RuntimeError):
     """A backend that was asked for cannot run here; the message carries the reason and the
     remedy.

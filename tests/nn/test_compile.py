@@ -109,7 +109,7 @@ def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entere
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 def test_inductor_with_dynamic_shapes(weights):
     """Three numbers of rows by graphs that are compiled once or twice; BF16."""
@@ -273,7 +273,7 @@ def test_between_a_cast_and_its_all_gather(backend):
             assert_same_bytes(compiled(x), model(x), "output")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_export_and_trace(recipe):
     """torch.export holds codes, and quantized products without state of the forward; it is refused
@@ -300,7 +300,7 @@ def test_export_and_trace(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching:UserWarning")
 def test_the_cache_on_disk_offers_no_graph_from_before_a_renaming(tmp_path, monkeypatch):
     """A graph is found again under the names of today, and under no others."""

@@ -99,7 +99,7 @@ def test_a_layer_that_runs_several_times():
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.parametrize("recipe", [DRAWN, RECIPES["mxfp8"]], ids=["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 def test_inductor(recipe, weights):

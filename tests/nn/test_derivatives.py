@@ -17,7 +17,7 @@ from zerocast import nn
 from zerocast.recipes import Recipe
 
 # Of torch's forward mode, about itself.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 
 Run = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 

@@ -159,14 +159,10 @@ def test_the_real_call_gives_the_product_of_the_dequantized_operands(name, produ
 # --- who is chosen, and why ---
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, functional: bool = True
-) -> torch.device:
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
     """A CUDA device of this capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    if not functional:
-        monkeypatch.delattr(torch.nn.functional, "scaled_mm")
     return torch.device("cuda")
 
 
@@ -245,16 +241,6 @@ def test_two_gradients_in_e5m2_are_decoded(monkeypatch):
     device = pretend(monkeypatch, (9, 0))
     dy = Operand(RECIPES["current"].for_role("grad_output"), (64, 64), False)
     assert engine(dy, dy, torch.bfloat16, device).reason == "no GEMM multiplies E5M2 by E5M2"
-
-
-def test_an_older_torch_lacks_the_block_kinds(monkeypatch):
-    """And says which one has them."""
-    device = pretend(monkeypatch, (10, 0), functional=False)
-    operand = side("mxfp8", (64, 64))
-    reason = engine(operand, operand, torch.bfloat16, device).reason
-    assert reason.endswith("has no torch.nn.functional.scaled_mm; 2.10 has")
-    operand = side("current", (64, 64))
-    assert engine(operand, operand, torch.bfloat16, device).kind is TENSORWISE
 
 
 # --- layers ---

@@ -26,6 +26,7 @@ import zerocast
 from zerocast.backends import availability, backend_for, native_library
 from zerocast.cli.self_check import compare_casts, recipes
 from zerocast.errors import BackendError
+from zerocast.torch_release import OLDEST_TORCH
 
 PACKAGES = {
     "numpy": "not needed; without it torch warns once when it is imported",
@@ -104,7 +105,8 @@ def versions() -> Iterator[Finding]:
     yield Finding("zerocast", "ok", f"{zerocast.__version__} in {place}")
     yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    yield Finding("torch", "ok", f"{torch.__version__}, {build}")
+    oldest = f"zerocast needs {OLDEST_TORCH} or newer"
+    yield Finding("torch", "ok", f"{torch.__version__}, {build}; {oldest}")
     for package, use in PACKAGES.items():
         installed = version_of(package)
         if installed or use:

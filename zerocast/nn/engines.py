@@ -16,7 +16,7 @@ shapes, recipes and the device, and gives the reason; no call is tried to see wh
 :mod:`zerocast.nn.scaled_mm` multiplies.
 
 Sources: the checks in torch's ``_scaled_mm`` and ``torch.nn.functional.scaled_mm`` (which the block
-kinds need; torch 2.10 has it), and cuBLAS's documentation, "Scaling Factors Layouts".
+kinds need), and cuBLAS's documentation, "Scaling Factors Layouts".
 """
 
 from dataclasses import dataclass
@@ -170,8 +170,6 @@ def _unavailable(kind: Kind, device: torch.device) -> str | None:
             f"{kind.name} GEMMs need compute capability {_span(kind)}, and "
             f"{torch.cuda.get_device_name(device)} has {_dotted(capability)}"
         )
-    if kind.needs_functional and not hasattr(torch.nn.functional, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; 2.10 has"
     return None
 
 

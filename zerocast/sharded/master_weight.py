@@ -48,8 +48,7 @@ _VALUES = _COPIES - {aten.empty_like.default, aten.new_zeros.default}
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
     aten.matmul.default, aten.embedding.default, aten.mv.default, aten.addmv.default,
-    aten.baddbmm.default, aten.addbmm.default,
-    *(op.default for op in [getattr(aten, "_grouped_mm", None)] if op),  # torch 2.6 has none
+    aten.baddbmm.default, aten.addbmm.default, aten._grouped_mm.default,
 }  # fmt: skip
 
 

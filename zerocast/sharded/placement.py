@@ -181,9 +181,7 @@ def _keeps_rows_of_several_ranks(parameter: torch.Tensor) -> bool:
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            # Some versions of torch know one group of parameters for a module, or none.
-            one = getattr(state, "_fsdp_param_group", None)
-            for group in filter(None, getattr(state, "_fsdp_param_groups", [one])):
+            for group in state._fsdp_param_groups:
                 if any(each.sharded_param is parameter for each in group.fsdp_params):
                     return group._use_post_forward_mesh
     return False
