@@ -1,6 +1,7 @@
 """Wrappers of a model are in no name that zerocast saves, compares, converts or draws by."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
+    checkpoint_wrapper,
 )
 
 import zerocast
@@ -32,7 +34,9 @@ def compiled(model: Model) -> Model:
 
 def checkpointed(model: Model) -> Model:
     """Its linear layers, in place."""
-    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, torch.nn.Linear))
+    wrap = partial(checkpoint_wrapper, context_fn=zerocast.checkpoint_contexts)
+    linears = (torch.nn.Linear,)
+    apply_activation_checkpointing(model, wrap, lambda each: isinstance(each, linears))
     return model
 
 
@@ -83,6 +87,7 @@ class Run:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4-drawn"])
 @pytest.mark.parametrize("wrap", WRAPS)
