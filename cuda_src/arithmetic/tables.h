@@ -107,14 +107,6 @@ struct Changes {
     u64* digest;  // [2]: what they add to the digest of the whole tensor, and how many they are
 };
 
-// Under which amax of its tensor an update may write codes that wait for it, by its bits; -1 for
-// none. An amax that was rounded with the elements is seldom another than that of the cast before.
-struct GuessedAmax {
-    i32 written;  // by the latest update: the codes of the whole rows
-    i32 next;     // by the next one
-    i32 latest;   // the amax of the latest cast
-};
-
 // What 4-over-6 chooses by, too.
 struct CastShard {
     const Master* master;
@@ -130,11 +122,10 @@ struct CastShard {
     Candidates candidates;
     RandomBits random_bits;
     Changes changes;
-    GuessedAmax* guess;  // null where no update may write codes that wait for the tensor's amax
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 41 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 40 * sizeof(i64), "a row that Python writes");
 
 // One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
 // patterns.

@@ -152,10 +152,8 @@ ZEROCAST_FN bool cut_between_blocks(const CastShard& shard, i64 num_threads) {
     return shard.size() / block_rows(shard) >= 4 * num_threads;
 }
 
-// The rows of blocks of a shard that are cast while they are measured: none where that would be
-// under a guess and there is none.
+// The rows of blocks of a shard that are cast while they are measured.
 ZEROCAST_FN Span whole_rows(const CastShard& shard) {
-    if (shard.guess && shard.guess->written < 0) return Span{shard.start, shard.start, 1};
     return Span{shard.whole_begin, shard.whole_end, 1};
 }
 

@@ -4,9 +4,6 @@
 
 ZEROCAST_EXPORT(partial_amax)(const void* table, long long count, long long threads) {
     using namespace zerocast;
-    auto shards = (const CastShard*)table;
-    for (i64 i = 0; i < count; i++)
-        if (shards[i].guess) shards[i].guess->written = -1;  // of other elements
     auto piece = [](const CastShard& shard, i64 begin, i64 end, i64 num_threads) {
         with_master(shard, [&](auto* master) {
             raise_amaxes(shard, master, Region{begin, end}, share_blocks(shard, num_threads));

@@ -7,9 +7,7 @@
 // wide as the matrix where they can be, because memory is fast where it is read in long runs.
 //
 // adamw_cast: a step of AdamW, and in the same pass over the masters what partial_amax_cast does;
-// or under delayed scaling, whose scales wait for nobody, what partial_cast does. Codes of NVFP4
-// are written under a guess of the tensor's amax; partial_cast writes them anew where that was
-// wrong. The loop that updates a row of blocks also casts the one above it, whose elements wait,
+// or under delayed scaling, whose scales wait for nobody, what partial_cast does. The loop that updates a row of blocks also casts the one above it, whose elements wait,
 // rounded, in a buffer: so the processor computes while it waits for four arrays, and these are
 // read from end to end.
 #include <stdlib.h>
@@ -77,7 +75,7 @@ bool has_rows_and_columns(const CastShard& shard) {
 bool goes_by_rows(const CastShard& shard, const AdamWUpdate* table) {
     const Grid& grid = shard.rowwise.grid;
     bool is_one_plane = !shard.columnwise.codes && grid.block_h == grid.block_w
-                        && (grid.block_w == 16 || grid.block_w == 32 || grid.block_w == 128);
+                        && (grid.block_w == 32 || grid.block_w == 128);
     return (is_one_plane || (has_rows_and_columns(shard) && !shard.changes.flags))
            && grid.cols % GROUP == 0 && shard.round_to == NOMINAL_BF16
            && shard.master->dtype == NOMINAL_FP32
@@ -159,8 +157,6 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
         constexpr bool DIGESTS = F::BITS == 8;
         if (both)
             CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
-        else if (grid.block_w == 16)
-            cast_rows<16, F, false>(shard, source, multipliers, region, memory);
         else if (grid.block_w == 32 && in_registers)
             cast_rows<32, F, DIGESTS>(shard, source, multipliers, region, memory);
         else if (grid.block_w == 32)
@@ -175,7 +171,7 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
     else
         cast(Read{master});
     free(memory);
-    if (!in_registers || grid.block_w == 16) digest_codes<F>(shard, region);
+    if (!in_registers) digest_codes<F>(shard, region);
     return true;
 }
 
@@ -244,12 +240,10 @@ void launch(const NumericsTable& numerics_table, const CastShard* shards,
     i64 total = total_elements(shards, count, [](const CastShard& s) { return shard_span(s, 1); });
     Shards table{shards, updates, streams_codes(shards, count)};
     auto whole = [&](const CastShard& shard, const Parts& parts, i64 first, i64 last) {
-        const i32* tensor_amax = shard.guess ? &shard.guess->written : shard.tensor_amax;
-        with_numerics(numerics_table, tensor_amax, shard.delayed, [&](auto scaling) {
+        with_numerics(numerics_table, shard.tensor_amax, shard.delayed, [&](auto scaling) {
             typedef decltype(scaling) Numerics;
             typedef typename Numerics::Format F;
-            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>
-                          || SAME<Numerics, NVFP4Numerics>) {
+            if constexpr (SAME<Numerics, Float8Numerics<F>> || SAME<Numerics, MXNumerics<F>>) {
                 BlockMultipliers multipliers(scaling);
                 with_rounded_master(shard, [&](auto* master, auto nominal) {
                     cast_parts<F, decltype(nominal)>(table, shard, master, multipliers, parts,
@@ -307,12 +301,5 @@ ZEROCAST_EXPORT(adamw_cast)(const void* numerics, const void* table, long long c
                             const void* updates, long long threads) {
     using namespace zerocast;
     auto shards = (const CastShard*)table;
-    auto of_shards = (const AdamWUpdate*)updates;
-    for (i64 i = 0; i < count; i++) {
-        const CastShard& shard = shards[i];
-        if (!shard.guess) continue;
-        bool writes = goes_by_rows(shard, of_shards + i);
-        shard.guess->written = writes ? shard.guess->next : -1;
-    }
-    launch(*(const NumericsTable*)numerics, shards, of_shards, count, threads);
+    launch(*(const NumericsTable*)numerics, shards, (const AdamWUpdate*)updates, count, threads);
 }

@@ -1,6 +1,5 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
-// keeps its value. What an update has written under the amax that the tensor has, it leaves. It
-// adds the digests of all these codes, where they are asked for.
+// keeps its value. It adds the digests of these codes, where they are asked for.
 #include "cpu/cast_shard.h"
 #include "cpu/digest_codes.h"
 
@@ -34,14 +33,6 @@ void cast(const NumericsTable& table, const CastShard& shard, const Region& regi
     });
 }
 
-// Adds the digests of what an update has cast.
-void digest_written(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
-    if (begin >= end || !takes_digests(shard)) return;
-    with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
-        digest_elements<typename decltype(numerics)::Format>(shard, begin, end);
-    });
-}
-
 // Casts elements [begin, end), where digests are asked for piece by piece. No piece ends within a
 // byte, as rows hold an even number of elements.
 void cast_pieces(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
@@ -59,24 +50,11 @@ void cast_pieces(const NumericsTable& table, const CastShard& shard, i64 begin, 
 ZEROCAST_EXPORT(partial_cast)(const void* numerics, const void* table, long long count,
                               long long threads) {
     using namespace zerocast;
-    auto shards = (const CastShard*)table;
-    for (i64 i = 0; i < count; i++) {
-        GuessedAmax* guess = shards[i].guess;
-        if (guess && guess->written != *shards[i].tensor_amax) guess->written = -1;
-    }
     auto piece = [&](const CastShard& shard, i64 begin, i64 end, i64) {
         auto& numerics_table = *(const NumericsTable*)numerics;
         Span whole = whole_rows(shard);
         cast_pieces(numerics_table, shard, begin, min_of(end, whole.begin));
-        digest_written(numerics_table, shard, max_of(begin, whole.begin), min_of(end, whole.end));
         cast_pieces(numerics_table, shard, max_of(begin, whole.end), end);
     };
     share_in_parallel<CastShard>(table, count, threads, shard_span, piece);
-    for (i64 i = 0; i < count; i++) {
-        GuessedAmax* guess = shards[i].guess;
-        if (!guess) continue;
-        i32 amax = *shards[i].tensor_amax;
-        // One that has just changed may go on changing.
-        *guess = GuessedAmax{-1, amax == guess->latest ? amax : -1, amax};
-    }
 }

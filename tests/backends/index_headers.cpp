@@ -69,8 +69,8 @@ ANSWER launched(const i64* in, i64* out) {
     return in[1];
 }
 
-// Of two grids, whether there is a second plane, a shard, a number of threads and what was guessed:
-// how it is cut, and which elements, all but the first and the last, are cast while measured.
+// Of two grids, whether there is a second plane, a shard and a number of threads: how it is cut,
+// and which elements, all but the first and the last, are cast while measured.
 ANSWER cut_of(const i64* in, i64* out) {
     static u8 codes[1];
     CastShard shard{};
@@ -78,9 +78,6 @@ ANSWER cut_of(const i64* in, i64* out) {
     shard.columnwise.codes = in[8] ? codes : nullptr;
     shard.start = in[9], shard.end = in[10];
     shard.whole_begin = in[9] + 1, shard.whole_end = in[10] - 1;
-    GuessedAmax guess{};
-    guess.written = in[12];
-    shard.guess = in[12] < -1 ? nullptr : &guess;
     Span span = shard_span(shard, in[11]), whole = whole_rows(shard);
     return put(out, span.begin, span.end, span.granule, block_rows(shard),
                cut_between_blocks(shard, in[11]), in_rows_and_columns(shard), whole.begin,

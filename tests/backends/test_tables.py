@@ -70,7 +70,6 @@ def everything() -> TensorOperand:
     return TensorOperand(
         (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
         candidates=candidates, rounding=Rounding(ONE), values=ONE, changes=CHANGES,
-        guess=ONE,
     )  # fmt: skip
 
 

@@ -60,7 +60,6 @@ class CpuBackend(ReferenceBackend):
 
     name = "cpu"
     notes_changes = True
-    guesses_amaxes = True
     digests_transposed = digests_cast = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
@@ -128,8 +127,7 @@ class CpuBackend(ReferenceBackend):
         return self._launch("expand_scales", numerics, rows, operands)
 
     def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        left = [o for o in operands if o.extent != o.whole or o.guess is not None]
-        rows = _cast_rows(left, masters)
+        rows = _cast_rows([o for o in operands if o.extent != o.whole], masters)
         return self._launch("partial_cast", numerics, rows, (operands, masters))
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:

@@ -132,7 +132,6 @@ def cast_row(
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
         *change_fields(shard.changes, address),
-        address(shard.guess),
     ]
 
 

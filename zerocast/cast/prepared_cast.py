@@ -3,8 +3,7 @@
 Note: amaxes that an optimizer took
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
-same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks; of
-NVFP4 under a guess of the tensor's amax (:attr:`zerocast.numerics.TensorOperand.guess`). The
+same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks. The
 next cast begins with these amaxes where they are those of the masters as they are, and these codes
 stand: if since then no master or weight was written, by torch's count of writes, none moved, and
 other memory was bound to no master. Otherwise it measures again and writes all codes, and so does
@@ -286,12 +285,10 @@ class PreparedCast:
                 return list(updates)
             with self.released(anew=True):
                 self.bind(lent)
-                return self._update(version, updates, guessing=False)
-        return self._update(version, updates, guessing=self.steps.guesses)
+                return self._update(version, updates)
+        return self._update(version, updates)
 
-    def _update(
-        self, version: CastVersion, updates: Sequence[AdamWUpdate], *, guessing: bool
-    ) -> list[AdamWUpdate]:
+    def _update(self, version: CastVersion, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
         places = {master.data_ptr(): i for i, master in enumerate(self.bound) if master is not None}
         by_place: list[AdamWUpdate | None] = [None] * len(self.bound)
         others = []
@@ -304,8 +301,8 @@ class PreparedCast:
         if any(by_place):
             self._measured = None
             self._follow()
-            self._begin(version, writes=self.steps.writes_early or guessing)
-            self.steps.update(self._matrices.updates(by_place), guessing=guessing)
+            self._begin(version, writes=self.steps.writes_early)
+            self.steps.update(self._matrices.updates(by_place))
             self._measured = self._now()
         return others
 

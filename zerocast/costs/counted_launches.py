@@ -42,7 +42,6 @@ class CountingBackend:
         work: the sum of the launches of each operation, by its name.
     """
 
-    guesses_amaxes = False
     digests_transposed = digests_cast = False
 
     def __init__(self, name: str) -> None:

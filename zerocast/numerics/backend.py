@@ -50,8 +50,6 @@ class Backend(Protocol):
     name: str
     notes_changes: bool
     """Whether its casts fill :attr:`TensorOperand.changes`."""
-    guesses_amaxes: bool
-    """Whether its updates write codes under :attr:`TensorOperand.guess`."""
     digests_transposed: bool
     """Whether its transposes take :attr:`PlaneBuffers.digest` of the codes that they read."""
     digests_cast: bool

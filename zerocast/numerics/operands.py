@@ -316,11 +316,6 @@ class TensorOperand:
         changes: of the bytes of codes of a tensor with one plane that is cast, where the backend
             :attr:`~Backend.notes_changes`: from :attr:`codes_start` on, where the codes of the cast
             before stand.
-        guess: int32 [3], -1 for none: the tensor amax under which :meth:`Backend.adamw_cast` has
-            written the codes of ``whole``; that under which it may the next time; that of the
-            latest cast. Where the first is not the tensor amax after all,
-            :meth:`Backend.partial_cast` writes all codes. Only where the backend
-            :attr:`~Backend.guesses_amaxes`.
     """
 
     planes: tuple[PlaneBuffers, ...]
@@ -337,7 +332,6 @@ class TensorOperand:
     values: torch.Tensor | None = None
     whole: Extent = NOTHING
     changes: Changes | None = None
-    guess: torch.Tensor | None = None
 
     @property
     def grid(self) -> BlockGrid:

@@ -72,7 +72,6 @@ class CastSteps:
         writes_early: whether the first step writes codes: under delayed scaling, and of whole
             blocks.
         writes_selected: whether the step that chooses scales writes codes, of whole blocks.
-        guesses: whether :meth:`update` may write codes under a guess of the tensor's amax.
         chooses_scales: whether there are steps of 4-over-6.
     """
 
@@ -96,15 +95,12 @@ class CastSteps:
         self._stages: list[int] = []  # of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
         self.writes_early = self.writes_selected = self.chooses_scales = False
-        self._guesses = torch.full((len(operands), 3), -1, dtype=torch.int32, device="cpu")
-        self.guesses = False
         operands = [
-            (s, _read_once(s, operand, backend, guess))
+            (s, replace(operand, whole=whole_rows_of(s, operand, backend)))
             if s.recipe.chooses_scales or not judges_amaxes
             else (s, operand)
-            for (s, operand), guess in zip(operands, self._guesses, strict=True)
+            for s, operand in operands
         ]
-        self.guesses = any(operand.guess is not None for _, operand in operands)
         by_recipe: dict[Recipe, list[int]] = {}
         for i, (storage, _) in enumerate(operands):
             by_recipe.setdefault(storage.recipe, []).append(i)
@@ -161,8 +157,7 @@ class CastSteps:
             return CastDigests(operands, own, wanted)
 
         for i, (numerics, operands, masters) in enumerate(self._of_updates):
-            at_once = [NOTHING if each.guess is not None else each.whole for each in operands]
-            digests = digests_of(operands, at_once)
+            digests = digests_of(operands, [each.whole for each in operands])
             digests.is_of_updates = True
             if any(digests.ranges):
                 self._of_updates[i] = numerics, digests.operands, masters
@@ -170,9 +165,7 @@ class CastSteps:
                 self._launches["partial_amax"][i] = partial(digests.take_by, cast)
                 self._digests.append(digests)
         for step, i, numerics, operands in self._partial_casts:
-            later = [
-                NOTHING if each.whole and each.guess is None else each.extent for each in operands
-            ]
+            later = [NOTHING if each.whole else each.extent for each in operands]
             digests = digests_of(operands, later)
             if any(digests.ranges):
                 cast = self._backend.partial_cast(numerics, digests.operands, self._masters)
@@ -198,13 +191,10 @@ class CastSteps:
         """The digests that the latest step ``transpose`` has taken."""
         return [each for each in self._launches["transpose"] if isinstance(each, Rebuild)]
 
-    def update(self, updates: Sequence[AdamWUpdate | None], *, guessing: bool = True) -> None:
+    def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
         """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. It
-        cannot be used where amaxes are judged. ``guessing``: whether codes may be written that wait
-        for the tensor's amax.
+        cannot be used where amaxes are judged.
         """
-        if not guessing:
-            self._guesses.fill_(-1)
         if self._updates is None:
             self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
         for digests in self._digests:
@@ -246,7 +236,7 @@ class CastSteps:
             # When the codes are written, their scale must not have moved on yet.
             launches["compute_scale"] += [cast, scale]
         else:
-            if any(operand.whole for operand in measured if operand.guess is None):
+            if any(operand.whole for operand in measured):
                 self.writes_early = True
                 amax = backend.partial_amax_cast(numerics, measured, masters)
             else:
@@ -337,26 +327,6 @@ def _ranges_of(
     alike = len(ranges) == len(operand.cast_planes) and len(firsts) == 1 and not operand.codes_start
     first = min(firsts, default=0)
     return first, ranges if alike and first % 64 == 0 and begin < end else []
-
-
-def _read_once(
-    storage: QuantizedStorage, operand: TensorOperand, backend: Backend, guess: torch.Tensor
-) -> TensorOperand:
-    """Return the operand with the rows that one pass measures and casts: of NVFP4 that of an
-    update, under a guess.
-    """
-    if whole := whole_rows_of(storage, operand, backend):
-        return replace(operand, whole=whole)
-    grids = [each.plane.grid for each in operand.cast_planes]
-    guesses = (
-        backend.guesses_amaxes
-        and storage.recipe.numerics == NVFP4Numerics()  # rounded to nearest
-        and len(grids) == 1
-        and not storage.shared_amaxes()
-    )
-    if guesses and (whole := whole_rows(grids, operand.extent)):
-        return replace(operand, whole=whole, guess=guess)
-    return operand
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:

@@ -55,7 +55,6 @@ class ReferenceBackend:
 
     name = "reference"
     notes_changes = False
-    guesses_amaxes = False
     digests_transposed = digests_cast = False
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
