@@ -28,10 +28,10 @@ from tests.optim.training import Training
 from tests.support.recipes import RECIPES, VARIANTS
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import KINDS, draw_values
-from zerocast.backends.reference.digest import as_integers
+from zerocast.backends.reference.digest_formula import as_integers
 from zerocast.checkpoint import load, save
 from zerocast.checkpoint.manifest import NAME, _digest
-from zerocast.cli.checkpoints import entries
+from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.reproduce import reproduce
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.costs.machine import MACHINES, Machine
@@ -48,7 +48,7 @@ from zerocast.refit.delta import changed_segments, packed, whole_segment
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.digest import digest
 from zerocast.tensors.quantize import quantize_into
-from zerocast.tensors.saved import reduce_storage, restore_storage
+from zerocast.tensors.saved_storage import reduce_storage, restore_storage
 
 Target = Callable[[random.Random], None]
 

@@ -35,7 +35,7 @@ from tests.oracles.finite_domains import CLAIMS, Claim  # noqa: E402
 from zerocast.backends import native_library, use_backend  # noqa: E402
 from zerocast.backends.cpu import CpuBackend  # noqa: E402
 from zerocast.backends.cuda import CudaBackend  # noqa: E402
-from zerocast.costs.tables import markdown  # noqa: E402
+from zerocast.costs.cost_tables import markdown  # noqa: E402
 from zerocast.numerics import Backend  # noqa: E402
 
 SOURCES = (

@@ -27,7 +27,7 @@ import torch
 from slow_link import SlowLink, keep_freed_memory, run_in_processes
 
 import zerocast
-from zerocast.backends.reference.digest import as_integers
+from zerocast.backends.reference.digest_formula import as_integers
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.layout import chunk
 from zerocast.numerics import Changes, Comparison

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerocast.backends.cuda.compiler import compile_text
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 
 # --- what chips do in a clock ---
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -256,6 +257,12 @@ def test_the_tree_that_is_drawn_is_the_real_one():
             f"CONTRIBUTING.md draws {directory or 'the root'} without {sorted(real - drawn)} "
             f"and with {sorted(drawn - real)}, which it has not"
         )
+
+
+def test_no_two_files_share_a_name():
+    """But for ``__init__.py`` and the names of TransformerEngine's files, which ``compat`` has."""
+    names = Counter(path.name for path in PACKAGE.rglob("*.py") if "compat" not in path.parts)
+    assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
 
 
 def test_no_path_of_a_machine():

@@ -155,7 +155,9 @@ def test_masters_are_cast_by_one_plan(core, recipe, monkeypatch):
     """
     made = []
     monkeypatch.setattr(
-        zerocast.megatron.hooks, "CastPlan", lambda *a, **k: made.append(1) or CastPlan(*a, **k)
+        zerocast.megatron.megatron_hooks,
+        "CastPlan",
+        lambda *a, **k: made.append(1) or CastPlan(*a, **k),
     )
     zerocast.megatron.install()
     weight = empty((32, 96), recipe, columnwise=False)

@@ -13,7 +13,7 @@ import zerocast
 from tests.support.claims import message_of
 from zerocast.checkpoint import load, save
 from zerocast.cli import main
-from zerocast.cli.checkpoints import entries
+from zerocast.cli.checkpoint_files import entries
 from zerocast.optim import ZeroOptimizer
 
 PACKAGE = Path(zerocast.__file__).parent

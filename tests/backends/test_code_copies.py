@@ -15,7 +15,7 @@ from tests.support.values import draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.backends.reference.digest import digest
+from zerocast.backends.reference.digest_formula import digest
 from zerocast.comm import Communicator, run_in_process
 from zerocast.numerics import Backend, CodeCopy, LaunchOn, SharedByte
 from zerocast.peer_memory import PeerBuffer, draw_token

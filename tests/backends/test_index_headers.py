@@ -19,7 +19,7 @@ import pytest
 from tests.cuda_emulation.emulator import needs_emulation
 from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.cuts import scale_cut
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 
 pytestmark = needs_emulation

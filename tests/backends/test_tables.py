@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.operations import operand, plane
-from zerocast.backends.fused_ops import fused_row
+from zerocast.backends.fused_op_rows import fused_row
 from zerocast.backends.tables import (
     adamw_row,
     cast_row,

@@ -10,7 +10,7 @@ import torch
 import zerocast
 from tests.kernels.test_graphs_and_threads import Idle
 from tests.support.ranks import on_ranks
-from zerocast.backends.cuda.backend import CudaBackend
+from zerocast.backends.cuda.cuda_backend import CudaBackend
 from zerocast.cast import consistency
 from zerocast.cast.prepared_cast import planning
 from zerocast.comm import RecordingCommunicator

@@ -30,7 +30,7 @@ from tests.support.living_ranks import LivingRanks
 from tests.support.nightly import nightly
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
-from zerocast.checkpoint.zero import ZeroTraining
+from zerocast.checkpoint.zero_training import ZeroTraining
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.optim import FusedAdamW

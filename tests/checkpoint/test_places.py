@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.support.claims import message_of
 from tests.support.ranks import on_ranks
 from zerocast import quantize
-from zerocast.checkpoint import load, one_file, save, storage
+from zerocast.checkpoint import dcp_storage, load, one_file, save
 from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint.dcp_storage import Reader, Writer
 from zerocast.checkpoint.files import DigestingWriter
 from zerocast.checkpoint.manifest import read_manifest
 from zerocast.checkpoint.runs import alone_in
-from zerocast.checkpoint.storage import Reader, Writer
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim import ZeroOptimizer
@@ -275,8 +275,8 @@ def test_a_manifest_that_came_meanwhile_stays(
     pause = Paused(monkeypatch, target, "new")
     late = Beside("new", lambda: save(tmp_path / place, new))
     assert pause.reached.wait(60)
-    for module in (storage, one_file):
-        remove = "remove_saved" if module is storage else "remove_files"
+    for module in (dcp_storage, one_file):
+        remove = "remove_saved" if module is dcp_storage else "remove_files"
         monkeypatch.setattr(module, remove, lambda *_: None)  # as if it had begun before
     save(tmp_path / place, old)
     last = read_manifest(tmp_path / place).saved

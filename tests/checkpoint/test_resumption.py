@@ -17,8 +17,8 @@ from tests.optim.training import Training, assert_same_lists
 from tests.support.ranks import on_ranks, shared_folder
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save, writing
+from zerocast.checkpoint.dcp_storage import Reader
 from zerocast.checkpoint.files import DigestingWriter
-from zerocast.checkpoint.storage import Reader
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError, NonFiniteError, ZerocastError
 

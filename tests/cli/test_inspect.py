@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zerocast
-from zerocast.cli import checkpoints, main
+from zerocast.cli import checkpoint_files, main
 from zerocast.recipes import RECIPES
 
 
@@ -99,7 +99,7 @@ def test_safetensors(tmp_path, capsys, monkeypatch):
     library = pytest.importorskip("safetensors.torch")
     library.save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     assert inspected(capsys, tmp_path)["a"]["amax"] == 1
-    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoint_files, "find_spec", lambda name: None)
     assert main(["inspect", str(tmp_path)]) == 2
     assert "pip install safetensors" in capsys.readouterr().err
 

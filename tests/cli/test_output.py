@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from zerocast import costs
-from zerocast.cli import conformance, estimation, inspection, main
+from zerocast.cli import conformance, estimate, inspection, main
 from zerocast.conformance import Pack
 
 
@@ -26,10 +26,10 @@ def quick(monkeypatch) -> None:
     """Let machines and packs take no time to be made, and pictures need no package."""
     h100 = costs.MACHINES["h100"]
     checks = [SimpleNamespace(phase="all", measured=1.0, estimated=1.0)]
-    monkeypatch.setattr(estimation, "fit_machine", lambda comm, recipe: (h100, checks))
-    monkeypatch.setattr(estimation, "compare_gathers", lambda *given, **options: {})
-    monkeypatch.setattr(estimation, "as_json", lambda each, machine: {})
-    monkeypatch.setattr(estimation, "draw", lambda ranks, of, title, path: path.write_text("new"))
+    monkeypatch.setattr(estimate, "fit_machine", lambda comm, recipe: (h100, checks))
+    monkeypatch.setattr(estimate, "compare_gathers", lambda *given, **options: {})
+    monkeypatch.setattr(estimate, "as_json", lambda each, machine: {})
+    monkeypatch.setattr(estimate, "draw", lambda ranks, of, title, path: path.write_text("new"))
     monkeypatch.setattr(conformance, "packs", lambda: [Pack("values", "e4m3", "", [])])
 
 
@@ -37,8 +37,8 @@ def commands(model: Path) -> dict[str, tuple[list[str], object, str]]:
     """By command its arguments up to the path that it writes to, and what does its work."""
     return {
         "inspect": (["inspect", str(model), "--html"], inspection, "entries"),
-        "fit": (["fit"], estimation, "fit_machine"),
-        "estimate": (["estimate", "llama-8b", "--json", "--png"], estimation, "compare_gathers"),
+        "fit": (["fit"], estimate, "fit_machine"),
+        "estimate": (["estimate", "llama-8b", "--json", "--png"], estimate, "compare_gathers"),
         "conform": (["conform", "--packs"], conformance, "packs"),
     }
 

@@ -18,7 +18,7 @@ import torch
 
 from zerocast.backends.cuda import Arguments, Kernel
 from zerocast.backends.cuda.device import WORDS
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.errors import BackendError
 
 HEADER = Path(__file__).with_name("emulation.h")

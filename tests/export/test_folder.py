@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from zerocast.export import load_pretrained, save_pretrained
 
 DIALECT = "compressed-tensors/nvfp4"
+BUCKETS = "zerocast.export.exported_weights.Export.buckets"
 
 
 def bank(rows=(48, 32)) -> Bank:
@@ -90,7 +91,7 @@ def test_a_directory_with_a_file_of_a_model_is_refused_before_a_cast(
         (folder / name).write_text("kept")
     (folder / "README.md").write_text("kept")
     before = contents(folder)
-    monkeypatch.setattr("zerocast.export.weights.Export.buckets", lambda self: pytest.fail("cast"))
+    monkeypatch.setattr(BUCKETS, lambda self: pytest.fail("cast"))
     with pytest.raises(zerocast.InputError, match=f"a directory without files of .*has {name}"):
         save_pretrained(bank(), folder, dialect=DIALECT, tokenizer=tokenizer)
     assert contents(folder) == before
@@ -105,7 +106,7 @@ def refused_before_a_cast(monkeypatch, folder: Path, model, message: str, **opti
             save_pretrained(model, folder, dialect=DIALECT, group=comm, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerocast.export.weights.Export.buckets", lambda self: pytest.fail("cast"))
+        patch.setattr(BUCKETS, lambda self: pytest.fail("cast"))
         run_ranks("in_process", 2, run)
     assert not contents(folder)
 

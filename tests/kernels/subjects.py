@@ -26,7 +26,7 @@ from tests.support.operations import (
 from tests.support.values import draw_values
 from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
-from zerocast.nn.fused import apply_fused
+from zerocast.nn.quantized_ops import apply_fused
 from zerocast.numerics import (
     AdamWNumbers,
     AdamWUpdate,

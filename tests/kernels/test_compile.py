@@ -21,7 +21,7 @@ from scripts.sass_report import (
 )
 from tests.support.nightly import nightly
 from zerocast.backends.cuda.compiler import FLAGS, architecture, compile_text, import_nvrtc
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.errors import BackendError
 
 try:
@@ -86,7 +86,7 @@ ctypes.CDLL(library)  # before CuPy looks for one
 from cupy.cuda import nvrtc
 assert nvrtc.getVersion() == (13, 0), nvrtc.getVersion()
 from zerocast.backends.cuda.compiler import compile_text
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 def compile(kernel):
     text = (cuda_sources() / "cuda" / f"{kernel.partition('<')[0]}.cu").read_text()
     try:

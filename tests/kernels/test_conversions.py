@@ -11,7 +11,7 @@ import pytest
 
 from tests.cuda_emulation.emulator import HEADER, needs_emulation
 from tests.kernels.test_compile import CASTS, CONVERSIONS, needs_nvrtc, ptx
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 
 PROGRAM = Path(__file__).with_name("conversions.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-w", "-include", str(HEADER))

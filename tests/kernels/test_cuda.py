@@ -17,7 +17,7 @@ from tests.kernels.conftest import Event, Stream
 from zerocast.backends.cuda import Arguments, Kernel, compiler, kernel_cache
 from zerocast.backends.cuda.cuts import tiled
 from zerocast.backends.cuda.device import WORDS
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
     LONG_TILE_COLS,
     MAX_TILE_BLOCKS,

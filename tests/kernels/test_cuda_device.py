@@ -20,7 +20,7 @@ from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.errors import BackendError
 from zerocast.layout import Extent, Source
-from zerocast.nn.fused import apply_fused
+from zerocast.nn.quantized_ops import apply_fused
 from zerocast.numerics import FusedOp, Masters
 from zerocast.recipes import Recipe, Role
 from zerocast.tensors import QuantizedStorage

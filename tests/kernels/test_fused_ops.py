@@ -18,7 +18,7 @@ from tests.support.fused_ops import (
 )
 from tests.support.same_bytes import assert_same_storage
 from zerocast.backends.cuda import CudaBackend
-from zerocast.nn.fused import apply_fused
+from zerocast.nn.quantized_ops import apply_fused
 from zerocast.numerics import FusedOp
 
 pytestmark = needs_emulation

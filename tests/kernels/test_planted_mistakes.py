@@ -22,7 +22,7 @@ from tests.support.nightly import first_of_each, nightly
 from tests.support.operations import Written
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
-from zerocast.backends.cuda.sources import cuda_sources
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 
 pytestmark = needs_emulation
 

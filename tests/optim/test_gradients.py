@@ -25,7 +25,7 @@ from zerocast.errors import InputError, NonFiniteError
 from zerocast.optim import ZeroOptimizer
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import collect_weights
+from zerocast.optim.stepped_weights import collect_weights
 
 
 @on_ranks("in_process", 2)

@@ -11,7 +11,7 @@ from tests.support.instruction_sets import ISAS
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.serving import LINEAR_ALONE
-from zerocast.backends.reference.digest import as_integers, digest_of
+from zerocast.backends.reference.digest_formula import as_integers, digest_of
 from zerocast.errors import DeltaError
 from zerocast.export import DIALECTS
 from zerocast.export.shard_plan import hold

@@ -10,7 +10,7 @@ from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.serving import LINEAR_ALONE
 from zerocast.comm import RecordingCommunicator
-from zerocast.export import DIALECTS, Export, weights
+from zerocast.export import DIALECTS, Export, exported_weights
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.refit import Refit
 from zerocast.tensors import TensorParallelShard
@@ -109,7 +109,7 @@ def test_a_stage_is_cast_while_one_is_gathered(monkeypatch, a_bucket, since):
     under way while one is used. But nothing is where there is no room for it: in buckets of a
     single weight.
     """
-    monkeypatch.setattr(weights, "ShardPlan", Noted)
+    monkeypatch.setattr(exported_weights, "ShardPlan", Noted)
     values = torch.randn(8, 64, 128)
 
     def run(comm):

@@ -7,7 +7,7 @@ import pytest
 from fuzz_targets import TARGETS, Target
 
 from zerocast.errors import ZerocastError
-from zerocast.tensors import saved
+from zerocast.tensors import saved_storage
 
 OWN_TESTS = ("checkpoints", "states")
 """What tests/checkpoint damages."""
@@ -36,7 +36,7 @@ def is_refused(target: Target, draw: random.Random) -> bool:
 
 def test_a_reader_that_trusts_its_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were shapes and dtypes not compared with the recipe, an input would show it."""
-    monkeypatch.setattr(saved, "_check_nominal", lambda *_, **__: None)
+    monkeypatch.setattr(saved_storage, "_check_nominal", lambda *_, **__: None)
     target = TARGETS["weights"][0](Path())
     draws = map(random.Random, range(300))
     with pytest.raises((RuntimeError, TypeError, AttributeError)):  # of torch and Python

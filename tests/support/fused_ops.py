@@ -8,7 +8,7 @@ import zerocast
 from tests.support import recipes
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
-from zerocast.nn.fused import apply_fused
+from zerocast.nn.quantized_ops import apply_fused
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.numerics import Backend, FusedOp, FusedOperand

@@ -17,7 +17,7 @@ from zerocast.errors import InputError
 from zerocast.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, QParams, Recipe
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty, quantize
 from zerocast.tensors.quantized_tensor import restore
-from zerocast.tensors.saved import reduce_storage, restore_storage
+from zerocast.tensors.saved_storage import reduce_storage, restore_storage
 
 FIELDS = ["shape", "dtype", "recipe", "buffers", "rebuild_on_use", "amax_group", "part"]
 NVFP4 = EVERY_RECIPE["nvfp4"]

@@ -18,7 +18,7 @@ from threading import get_ident
 import torch
 
 from zerocast.backends import native_library, tables
-from zerocast.backends.fused_ops import fused_row
+from zerocast.backends.fused_op_rows import fused_row
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.changes import most_runs

@@ -8,7 +8,7 @@
 It goes through ``torch.distributed.checkpoint``, with its own storage classes: files of safetensors
 and a manifest in JSON, which is put in place last. So nothing is pickled, a save that is killed
 leaves the checkpoint before it whole, and what is damaged is refused. ``Writer`` and ``Reader`` in
-:mod:`zerocast.checkpoint.storage` are that storage.
+:mod:`zerocast.checkpoint.dcp_storage` are that storage.
 
     saving, loading     save and load
     runs                whose a checkpoint is, and what a save may replace

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.manifest import DAMAGED, read_manifest
+from zerocast.checkpoint.master_holders import listed, ranks_of, trainings_of
 from zerocast.checkpoint.model_part import ModelPart
 from zerocast.checkpoint.pending import wait_for
+from zerocast.checkpoint.python_values import decode
 from zerocast.checkpoint.runs import identity_of, run_of
-from zerocast.checkpoint.sources import listed, ranks_of, trainings_of
 from zerocast.checkpoint.training import Saved, check
-from zerocast.checkpoint.values import decode
 from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.comm.agreement import check_same, raise_together
 from zerocast.errors import InputError, ZerocastError
@@ -110,7 +110,7 @@ def _load(
     required = f"every rank must see the same checkpoint at {path}"
     check_same(comm, [digest], required, attempt.error)
     with attempt:
-        from zerocast.checkpoint.storage import Reader, fill
+        from zerocast.checkpoint.dcp_storage import Reader, fill
 
         with _reading(path):
             fill(Reader(path, manifest), saved.shares)

@@ -8,11 +8,11 @@ import torch
 
 from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.model_part import digest_of
+from zerocast.checkpoint.python_values import decode
 from zerocast.checkpoint.training import SHARD, WHOLE, Contents, Saved
-from zerocast.checkpoint.values import decode
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.optim.saved import (
+from zerocast.optim.state_description import (
     Description,
     check_numbers,
     check_values,

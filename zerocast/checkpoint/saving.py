@@ -13,15 +13,15 @@ import torch
 from zerocast.arguments import check_flag
 from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.manifest import SUFFIX
+from zerocast.checkpoint.master_holders import listed, ranks_of, trainings_of
 from zerocast.checkpoint.model_part import ModelPart, digest_of
 from zerocast.checkpoint.pending import PendingSave, remember, wait_for
-from zerocast.checkpoint.sources import listed, ranks_of, trainings_of
+from zerocast.checkpoint.python_values import encode
 from zerocast.checkpoint.training import Contents
-from zerocast.checkpoint.values import encode
 from zerocast.comm import Attempt, Communicator, Group, announcing, raising_together
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError
-from zerocast.optim.saved import check_numbers
+from zerocast.optim.state_description import check_numbers
 
 
 def save(

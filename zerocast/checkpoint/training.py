@@ -7,8 +7,8 @@ things in different places. Both give them these names, so either loads what the
     state.NAME.KEY          what the optimizer keeps of it, in the same shape or as it is
     recipe.NAME.KEY         its recipe state
 
-and say of themselves, beside what :mod:`zerocast.optim.saved` lists, in JSON, for each optimizer of
-the training under ``optimizers``::
+and say of themselves, beside what :mod:`zerocast.optim.state_description` lists, in JSON, for each
+optimizer of the training under ``optimizers``::
 
     identity   by which a save knows what it may replace (:mod:`zerocast.checkpoint.runs`)
     options    of each param group
@@ -33,10 +33,10 @@ import torch
 
 from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.manifest import SavedTensor
-from zerocast.checkpoint.values import decode, encode
+from zerocast.checkpoint.python_values import decode, encode
 from zerocast.errors import InputError
 from zerocast.optim.param_groups import options
-from zerocast.optim.saved import Description, check_described
+from zerocast.optim.state_description import Description, check_described
 
 SHARD, WHOLE = "shard", "whole"
 

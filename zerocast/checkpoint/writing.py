@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from zerocast.checkpoint.dcp_storage import Place, Writer
 from zerocast.checkpoint.files import DTYPES, FileInfo, write_file
 from zerocast.checkpoint.pending import PendingSave
 from zerocast.checkpoint.planners import SharePlanner
 from zerocast.checkpoint.runs import Claim, identity_of, run_of
-from zerocast.checkpoint.storage import Place, Writer
 from zerocast.checkpoint.training import Contents
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, ZerocastError

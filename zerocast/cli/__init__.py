@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerocast.cli import checkpoints, conformance, doctor, estimation, inspection, reproduce
+from zerocast.cli import checkpoint_files, conformance, doctor, estimate, inspection, reproduce
 from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
 from zerocast.foreign_files import printable
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     look.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=held)
     look.add_argument("--json", action="store_true", help="print JSON instead of a table")
     look.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
-    add_output(look, "html", reads=lambda given: checkpoints.sources(given.path))
+    add_output(look, "html", reads=lambda given: checkpoint_files.sources(given.path))
     look.set_defaults(
         run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.draft)
     )
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
     again.set_defaults(run=lambda given: reproduce.reproduce(given.path))
     cost = commands.add_parser("estimate", help="what a training step of a model costs")
-    estimation.add_arguments(cost)
-    cost.set_defaults(run=estimation.run)
+    estimate.add_arguments(cost)
+    cost.set_defaults(run=estimate.run)
     time = commands.add_parser("fit", help="what this machine takes for a step, for estimate")
     time.add_argument("path", type=Path, metavar="FILE", help="which estimate --machine reads")
     add_output(time, "path")
     time.add_argument("--recipe", default="nvfp4", choices=list(RECIPES), help="of weights (nvfp4)")
     time.add_argument("--ranks", type=int, default=2, help="threads that play ranks (2)")
-    time.set_defaults(run=lambda given: estimation.fit(given.draft, given.recipe, given.ranks))
+    time.set_defaults(run=lambda given: estimate.fit(given.draft, given.recipe, given.ranks))
     ruler = commands.add_parser("conform", help="whose bytes a package gives, and why others")
     conformance.add_arguments(ruler)
     ruler.set_defaults(run=conformance.run)

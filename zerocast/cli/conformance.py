@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zerocast.cli.output import add_output
 from zerocast.conformance import PACKAGES, Score, package_of, packs, score, write_packs
-from zerocast.costs.tables import markdown
+from zerocast.costs.cost_tables import markdown
 from zerocast.errors import InputError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from zerocast.cli.checkpoints import entries
+from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.description import Description, describe
 from zerocast.foreign_files import printable
 
@@ -34,7 +34,7 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
     """Return what is printed of the checkpoint at ``path``, and the exit code.
 
     Args:
-        path: a file or a directory, as :func:`zerocast.cli.checkpoints.entries` reads them.
+        path: a file or a directory, as :func:`zerocast.cli.checkpoint_files.entries` reads them.
         as_json: whether a list of :class:`Description` is printed instead of a table.
         page: a file to which an HTML page is written, too.
 

@@ -33,7 +33,7 @@ from zerocast.optim.gradients import flag_bytes
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import Weight, storage_kind
+from zerocast.optim.stepped_weights import Weight, storage_kind
 from zerocast.tensors.cast_steps import CastSteps
 
 

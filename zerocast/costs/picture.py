@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerocast.costs.cost_tables import Estimates
 from zerocast.costs.machine import Machine
-from zerocast.costs.tables import Estimates
 from zerocast.errors import BackendError
 
 _Group = Mapping[str, Mapping[str, float]]

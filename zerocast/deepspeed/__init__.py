@@ -15,6 +15,6 @@ NOT here: ZeRO-3, which shards the parameters themselves; under torch's FSDP2 th
 :mod:`zerocast.sharded`.
 """
 
-from zerocast.deepspeed.installation import install, uninstall
+from zerocast.deepspeed.deepspeed_installation import install, uninstall
 
 __all__ = ["install", "uninstall"]

@@ -20,7 +20,7 @@ from zerocast.layout import Plane
 from zerocast.numerics import NVFP4Numerics
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
-from zerocast.tensors.saved import checked_storage
+from zerocast.tensors.saved_storage import checked_storage
 
 Section = dict[str, Any]
 """The ``quantization_config`` of a ``config.json``."""

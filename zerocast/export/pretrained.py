@@ -26,12 +26,12 @@ from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
 from zerocast.export.export_report import ExportReport
+from zerocast.export.exported_weights import BUCKET_BYTES, Export
 from zerocast.export.folder import add_tokenizer, check_folder
 from zerocast.export.input_scales import InputScales
 from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors
 from zerocast.export.unwrapping import unwrapped
-from zerocast.export.weights import BUCKET_BYTES, Export
 from zerocast.foreign_files import open_regular, read_text
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES

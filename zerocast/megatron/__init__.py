@@ -11,7 +11,7 @@ weights of zerocast, and what was there for all others. Nothing else of Megatron
 optimizer holds the FP32 masters, its buffers the codes, and its all-gathers send them.
 """
 
-from zerocast.megatron.installation import install, uninstall
 from zerocast.megatron.linears import quantize_linears
+from zerocast.megatron.megatron_installation import install, uninstall
 
 __all__ = ["install", "quantize_linears", "uninstall"]

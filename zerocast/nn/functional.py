@@ -8,8 +8,8 @@
 Each rounds its result to the dtype of the input. Given a quantizer it returns a
 :class:`zerocast.QuantizedTensor` with the codes of the rounded result and their scales; without one
 it returns the rounded result. No gradient flows through these functions: the layers write their
-backward themselves (:mod:`zerocast.nn.fused`). :func:`apply_fused` is the general form of all but
-``linear``.
+backward themselves (:mod:`zerocast.nn.quantized_ops`). :func:`apply_fused` is the general form of
+all but ``linear``.
 
 Note: the result is written once
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -26,7 +26,7 @@ import torch
 from zerocast.arguments import check_choice, check_tensor, shown
 from zerocast.errors import InputError
 from zerocast.nn.engines import Product
-from zerocast.nn.fused import Result, apply_fused, check_quantizer, plain
+from zerocast.nn.quantized_ops import Result, apply_fused, check_quantizer, plain
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.scaled_mm import gemm as quantized_gemm
 from zerocast.numerics import FusedOp

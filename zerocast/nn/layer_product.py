@@ -28,7 +28,7 @@ import torch
 
 from zerocast.arguments import present
 from zerocast.nn.engines import Product
-from zerocast.nn.fused import apply_fused, differentiate_fused
+from zerocast.nn.quantized_ops import apply_fused, differentiate_fused
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.scaled_mm import gemm
 from zerocast.numerics import FusedOp

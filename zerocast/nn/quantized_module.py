@@ -25,7 +25,6 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.nn import regions
-from zerocast.nn.fused import in_high_precision
 from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.linear_functions import (
     QuantizedLinear,
@@ -33,6 +32,7 @@ from zerocast.nn.linear_functions import (
     is_transformed,
     refuse_transforms,
 )
+from zerocast.nn.quantized_ops import in_high_precision
 from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, is_traced, traced_recipe
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer

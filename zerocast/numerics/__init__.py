@@ -36,7 +36,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 (:mod:`zerocast.cast`).
 """
 
-from zerocast.numerics.adamw import AdamWNumbers, AdamWUpdate
+from zerocast.numerics.adamw_numbers import AdamWNumbers, AdamWUpdate
 from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchOnPeer, LaunchUpdates
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand
 from zerocast.numerics.numerics import (

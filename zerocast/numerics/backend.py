@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from zerocast.layout import BlockGrid
-from zerocast.numerics.adamw import AdamWUpdate
+from zerocast.numerics.adamw_numbers import AdamWUpdate
 from zerocast.numerics.fused_ops import FusedOperand
 from zerocast.numerics.numerics import Numerics, NVFP4Numerics
 from zerocast.numerics.operands import (

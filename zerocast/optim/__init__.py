@@ -2,7 +2,7 @@
 an AdamW that measures, as it updates them, what is cast next.
 """
 
-from zerocast.optim.adamw import FusedAdamW
+from zerocast.optim.fused_adamw import FusedAdamW
 from zerocast.optim.zero import ZeroOptimizer
 
 __all__ = ["FusedAdamW", "ZeroOptimizer"]

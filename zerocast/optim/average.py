@@ -16,7 +16,7 @@ from zerocast.errors import InputError
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import index_of
+from zerocast.optim.stepped_weights import index_of
 from zerocast.uncopied import Uncopied
 
 AVERAGE = "ema("

@@ -13,7 +13,7 @@ from zerocast.cast.copied_digests import CopiesInPlace
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
-from zerocast.optim.weights import StorageKind, Weight, restart_plain_master
+from zerocast.optim.stepped_weights import StorageKind, Weight, restart_plain_master
 from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 BUCKET_SIZE = 1 << 23

@@ -10,8 +10,9 @@ dicts of all ranks together are the whole state, on any number of ranks::
                   are not stepped in pieces
     recipe_state  weight's place -> the state of its recipe, the same on every rank
     param_groups  the options, and the places of the weights, as torch's optimizers save them
-    zero          what every saved state says of itself (:mod:`zerocast.optim.saved`), and: shard,
-                  rank, world_size, steps made, mode of the inner optimizer, decays of the averages,
+    zero          what every saved state says of itself
+                  (:mod:`zerocast.optim.state_description`), and: shard, rank, world_size,
+                  steps made, mode of the inner optimizer, decays of the averages,
                   due: the places of weights whose recipe_state is before the cast of these masters
                   (as masters of FSDP2 save it), and not after; digest: of the last four
 
@@ -35,7 +36,8 @@ from zerocast.layout import Extent
 from zerocast.optim.average import AVERAGE, Average, average_key
 from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.param_groups import Groups, option_lines, options
-from zerocast.optim.saved import (
+from zerocast.optim.shards import ShardedWeights
+from zerocast.optim.state_description import (
     check_described,
     check_numbers,
     check_values,
@@ -43,7 +45,6 @@ from zerocast.optim.saved import (
     describe_weight,
     state_kinds,
 )
-from zerocast.optim.shards import ShardedWeights
 from zerocast.sharded.state import check_state
 
 StateDict = dict[str, Any]

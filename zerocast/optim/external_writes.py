@@ -24,7 +24,7 @@ import torch
 from zerocast.comm import agree
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import value_digests
+from zerocast.optim.stepped_weights import value_digests
 from zerocast.tensors import CastVersion
 from zerocast.tensors.digest import RepeatedDigests, digest
 

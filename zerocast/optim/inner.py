@@ -7,7 +7,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.optim.param_groups import Groups, options
-from zerocast.optim.weights import Weight
+from zerocast.optim.stepped_weights import Weight
 
 
 class InnerOptimizer:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.errors import InputError
-from zerocast.optim.weights import Weight
+from zerocast.optim.stepped_weights import Weight
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 

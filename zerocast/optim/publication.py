@@ -9,7 +9,7 @@ from zerocast.cast.flat_plan import FlatPlan
 from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
-from zerocast.optim.adamw import FusedAdamW
+from zerocast.optim.fused_adamw import FusedAdamW
 from zerocast.optim.param_groups import Param
 from zerocast.optim.shards import ShardedWeights
 from zerocast.tensors.digest import TakenDigests

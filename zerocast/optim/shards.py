@@ -29,7 +29,7 @@ from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.buckets import BUCKET_SIZE, Bucket, Shard, fill_buckets
 from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.places import Places
-from zerocast.optim.weights import Weight, restart_master, restart_plain_master
+from zerocast.optim.stepped_weights import Weight, restart_master, restart_plain_master
 from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.digest import TakenDigests
 

@@ -58,7 +58,7 @@ from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import ShardedWeights
-from zerocast.optim.weights import check_same_optimizer, collect_weights
+from zerocast.optim.stepped_weights import check_same_optimizer, collect_weights
 from zerocast.untraced import untraced
 
 

@@ -15,9 +15,9 @@ from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry, own_rows, whole
+from zerocast.export.exported_weights import Export
 from zerocast.export.shard_plan import ShardPlan
-from zerocast.export.values import check_tensor_scale
-from zerocast.export.weights import Export
+from zerocast.export.unusable_values import check_tensor_scale
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedStorage

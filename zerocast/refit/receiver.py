@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.backends.reference.digest import as_integers, digest_of
+from zerocast.backends.reference.digest_formula import as_integers, digest_of
 from zerocast.errors import DeltaError
 from zerocast.refit.delta import Delta, unpacked
 from zerocast.tensors.digest import digest

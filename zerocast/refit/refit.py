@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from zerocast.arguments import check_flag, check_integer
-from zerocast.backends.reference.digest import as_integers
+from zerocast.backends.reference.digest_formula import as_integers
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, Source
 from zerocast.export.shard_plan import ShardPlan
-from zerocast.export.values import check_finite
+from zerocast.export.unusable_values import check_finite
 from zerocast.numerics import Changes, Comparison
 from zerocast.refit.audit import Travels, check_config, travels
 from zerocast.refit.delta import Segment, changed_segments, packed, whole_segment

@@ -12,7 +12,7 @@ from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild, reb
 from zerocast.tensors.quantize import empty, quantize, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor, restore
 from zerocast.tensors.raw_data import replace_raw_data
-from zerocast.tensors.saved import restore_storage
+from zerocast.tensors.saved_storage import restore_storage
 from zerocast.tensors.staleness import CastVersion
 from zerocast.tensors.storage import QuantizedStorage, counted_by_torch
 from zerocast.tensors.tp_shard import TensorParallelShard

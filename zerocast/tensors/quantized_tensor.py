@@ -35,7 +35,7 @@ from zerocast.recipes import Recipe
 from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
 from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, refuse_function, refuse_memory
 from zerocast.tensors.post_gather import rebuild_derived
-from zerocast.tensors.saved import checked_storage
+from zerocast.tensors.saved_storage import checked_storage
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_data import HELD, WeightData
 from zerocast.tensors.wrappers import decomposed, inference_mode_of

@@ -11,7 +11,7 @@ waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buff
 copies are stale, and both call it first. A tensor that was taken from there before, such as
 ``weight.rowwise_data``, is the same memory, and using it does not wait.
 
-NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tensors.saved`).
+NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tensors.saved_storage`).
 """
 
 from __future__ import annotations

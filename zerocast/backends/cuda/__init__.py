@@ -12,7 +12,7 @@ The kernels are in ``cuda_src/cuda``, their arithmetic in ``cuda_src/arithmetic`
 here imports CuPy before a GPU is used.
 """
 
-from zerocast.backends.cuda.backend import CudaBackend
+from zerocast.backends.cuda.cuda_backend import CudaBackend
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
 
 __all__ = ["Arguments", "CudaBackend", "Kernel", "Launcher"]

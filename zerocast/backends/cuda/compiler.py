@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zerocast.backends.cuda.kernel_cache import default_cache, keep, kept
+from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.backends.cuda.launcher import Kernel
-from zerocast.backends.cuda.sources import cuda_sources
 from zerocast.errors import BackendError
 
 FLAGS = (

@@ -6,6 +6,6 @@ its flat index in the whole weight, one formula each, and nothing is optimised: 
 judged by the bytes that this one makes.
 """
 
-from zerocast.backends.reference.backend import ReferenceBackend
+from zerocast.backends.reference.reference_backend import ReferenceBackend
 
 __all__ = ["ReferenceBackend"]

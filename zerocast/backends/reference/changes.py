@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from zerocast.backends.reference.digest import digest_of
+from zerocast.backends.reference.digest_formula import digest_of
 from zerocast.numerics import Comparison
 
 _BITS = 64

@@ -6,7 +6,7 @@ from typing import Any
 from zerocast.export.dialects import Dialect
 from zerocast.export.known_dialects import as_dialect
 from zerocast.refit.audit import is_named
-from zerocast.refit.fused import encode_fused
+from zerocast.refit.fused_weights import encode_fused
 
 
 def quantize_params(dialect: Dialect | str) -> Callable[..., Any]:

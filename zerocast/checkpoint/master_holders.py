@@ -7,7 +7,7 @@ import torch
 
 from zerocast.arguments import check_module
 from zerocast.checkpoint.masters import MasterTraining
-from zerocast.checkpoint.zero import ZeroTraining
+from zerocast.checkpoint.zero_training import ZeroTraining
 from zerocast.comm import Communicator, Group, as_communicator
 from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
@@ -16,8 +16,9 @@ from zerocast.sharded.placement import reshard
 Training: TypeAlias = MasterTraining | ZeroTraining
 """An optimizer whose state is saved and loaded:
 
-    described, parameters, device   what it says of itself (:mod:`zerocast.optim.saved`), the
-                                    weights that it steps, by name, and where its masters are
+    described, parameters, device   what it says of itself
+                                    (:mod:`zerocast.optim.state_description`), the weights that it
+                                    steps, by name, and where its masters are
     put(contents)                   adds what this rank saves. Collective; raises ZerocastError on
                                     every rank where its masters are not those of a whole step
     ask(saved)                      asks for what this rank needs

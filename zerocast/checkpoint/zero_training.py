@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint.python_values import decode
 from zerocast.checkpoint.training import SHARD, Contents, Saved
-from zerocast.checkpoint.values import decode
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.optim.average import AVERAGE
 from zerocast.optim.checkpoint import PROGRESS, description, digest_of, read, shard_kind
-from zerocast.optim.saved import Description
+from zerocast.optim.state_description import Description
 
 
 class ZeroTraining:

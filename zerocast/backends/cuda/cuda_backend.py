@@ -31,7 +31,7 @@ from zerocast.backends.cuda.cuts import (
     tiled,
 )
 from zerocast.backends.cuda.delayed import scales_by_callable
-from zerocast.backends.cuda.fused_ops import fused_op
+from zerocast.backends.cuda.fused_op_launch import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.prepared import Tables
 from zerocast.backends.cuda.tiling import Cut

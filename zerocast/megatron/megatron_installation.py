@@ -1,6 +1,7 @@
 """Lists the functions of Megatron-Core that are replaced, each with its replacement."""
 
-from zerocast.megatron import checkpoints, hooks
+from zerocast.megatron import dist_checkpoints
+from zerocast.megatron import megatron_hooks as hooks
 from zerocast.replacements import Replacement, Replacements
 
 _CAST = "model_params, main_params, start_offsets, data_parallel_group, fsdp_shard_model_params"
@@ -45,8 +46,8 @@ def _find() -> list[Replacement]:
         (buffers, "dist_all_gather_func", _GATHER, hooks.gather_bytes),
         (buffer, "__init__", "self, ddp_config", hooks.make_buffer),
         (DistributedOptimizer, "__init__", "self, optimizer, config", hooks.make_optimizer),
-        (DistributedOptimizer, "load_state_dict", "self, state_dict", checkpoints.load),
-        (DistributedOptimizer, "sharded_state_dict", _SAVE, checkpoints.save),
+        (DistributedOptimizer, "load_state_dict", "self, state_dict", dist_checkpoints.load),
+        (DistributedOptimizer, "sharded_state_dict", _SAVE, dist_checkpoints.save),
         (LayerWiseDistributedOptimizer, "__init__", "self, optimizers", hooks.make_layer_wise),
         (MegatronFSDP, "__init__", "self, module", hooks.make_fsdp),
     ]

@@ -13,8 +13,8 @@ from zerocast.cli.output import add_output
 from zerocast.comm import run_in_process
 from zerocast.costs import MODELS, Machine, StepOptions, compare_gathers
 from zerocast.costs import fit as fit_machine
+from zerocast.costs.cost_tables import as_json, markdown, tables
 from zerocast.costs.picture import draw
-from zerocast.costs.tables import as_json, markdown, tables
 from zerocast.recipes import RECIPES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

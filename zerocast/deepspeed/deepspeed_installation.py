@@ -1,8 +1,8 @@
 """Lists the functions of DeepSpeed that are replaced, each with its replacement in
-:mod:`zerocast.deepspeed.hooks`.
+:mod:`zerocast.deepspeed.deepspeed_hooks`.
 """
 
-from zerocast.deepspeed import hooks
+from zerocast.deepspeed import deepspeed_hooks as hooks
 from zerocast.replacements import Replacement, Replacements
 
 _CONFIGURE = "self, model, collect_sources"

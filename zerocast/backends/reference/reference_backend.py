@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 
 from zerocast.arguments import present
-from zerocast.backends.fused_ops import write_result
-from zerocast.backends.reference import adamw, changes, four_over_six
-from zerocast.backends.reference.digest import digest
+from zerocast.backends.fused_op_rows import write_result
+from zerocast.backends.reference import adamw_formulas, changes, four_over_six
+from zerocast.backends.reference.digest_formula import digest
 from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes, rounded, store
 from zerocast.backends.reference.philox import element_draws
 from zerocast.backends.reference.planes import by_elements, read_plane, write_plane
@@ -74,7 +74,7 @@ class ReferenceBackend:
         return _for_shards(operands, run)
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
-        return _for_each(updates, adamw.update)
+        return _for_each(updates, adamw_formulas.update)
 
     def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
         if isinstance(numerics, Float8DelayedNumerics):

@@ -5,7 +5,7 @@ of ``fused_op.h``, passed by value: no table is sent to the device.
 from __future__ import annotations
 
 from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
-from zerocast.backends.fused_ops import fused_row
+from zerocast.backends.fused_op_rows import fused_row
 from zerocast.backends.launches import nothing
 from zerocast.backends.tables import Address
 from zerocast.layout import ceil_div

@@ -51,8 +51,8 @@ from zerocast.export.stages import (
 )
 from zerocast.export.tp_parts import check_part, tp_part, whole_weights
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
+from zerocast.export.unusable_values import check_finite, check_tensor_scale
 from zerocast.export.unwrapping import unwrapped
-from zerocast.export.values import check_finite, check_tensor_scale
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
