@@ -26,7 +26,7 @@ from zerocast.nn.saved_state import (
 )
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
-from zerocast.sharded.all_gather import LowBitAllGather
+from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.master_weight import MasterWeight, as_master_like, as_plain
 from zerocast.sharded.parallel_linear import resolve
@@ -185,12 +185,17 @@ class Linear(QuantizedModule, torch.nn.Linear):
         self.weight = quantized_if_asked(self.weight, recipe, columnwise=columnwise)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Register as torch does; a weight that holds codes cannot be split over a mesh.
+        """Register as torch does. A plain tensor that takes the place of a master becomes a master
+        of the same gather; a weight that holds codes cannot be split over a mesh.
 
         Raises:
-            UnsupportedError: where a DTensor would take its place, which would hold no codes.
+            UnsupportedError: where a DTensor would take the place of codes, and would hold none.
         """
-        codes = isinstance(self._parameters.get(name), QuantizedTensor)
+        old = self._parameters.get(name)
+        if gather_of(old) is not None and type(param) is torch.nn.Parameter:
+            # Code that splits weights makes tensors of them by operators that know no masters.
+            param = torch.nn.Parameter(as_master_like(old, param), param.requires_grad)
+        codes = isinstance(old, QuantizedTensor)
         if codes and param is not None and is_sharded(param):
             raise UnsupportedError(
                 f"{self.name or type(self).__name__}: a weight that holds codes cannot be "
