@@ -7,13 +7,14 @@ by these three words. What follows a slash is torchtitan's ``spmd_backend``, whe
 default. Each cell prints one line::
 
     nvfp4 full eager: trained loss=8.0447 8.0536 7.9530; 8 of 15 parameters are all-gathered in ...
-    delayed no eager: refused: recipe_name='delayed' is not served here: ...
+    delayed no eager: refused: UnsupportedError: recipe_name='delayed' is not served here: ...
     tensorwise no tp: FAILED: RuntimeError: ...
 
 It has trained if every loss is finite and near that of the unconverted model, activation
-checkpoints change none, and every gathered weight is its part of the cast of the whole masters.
-``resumed`` is a run of 6 steps, and the last 3 again from its checkpoint. Ranks are forked from one
-process, which has imported what they need.
+checkpoints change none, and every gathered weight is its part of the cast of the whole masters. It
+is refused by an error of zerocast before the first step. ``resumed`` is a run of 6 steps, and the
+last 3 again from its checkpoint. Ranks are forked from one process, which has imported what they
+need.
 """
 
 import dataclasses
@@ -177,9 +178,8 @@ def configuration(cell: Cell, folder: Path) -> Any:
 # --- one rank of a cell ---
 
 
-def train(config: Any, recipe_name: str = "none") -> tuple[list[float], str]:
+def train(trainer: Any, recipe_name: str) -> tuple[list[float], str]:
     """The loss of each step, and what is gathered in codes."""
-    trainer = config.build()
     try:
         (model,) = trainer.model_parts
         for module in model.modules():
@@ -222,16 +222,19 @@ def _rank(send: Any, rank: int, ranks: int, port: int, cell: Cell, folder: Path,
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
     }  # fmt: skip
+    trains = False
     try:
         config = configuration(cell, folder)
         if load:
             config.checkpoint.load_step, config.checkpoint.load_only = load, True
-        send.put(train(config, cell.recipe))
+        trainer = config.build()
+        trains = True
+        send.put(train(trainer, cell.recipe))
     except Exception as error:
         traceback.print_exc()
-        is_refusal = isinstance(error, zerocast.UnsupportedError)
-        text = " ".join(str(error).split())
-        send.put(f"refused: {text}" if is_refusal else f"FAILED: {type(error).__name__}: {text}")
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        is_refusal = not trains and isinstance(error, zerocast.errors.ZerocastError)
+        send.put(f"{'refused' if is_refusal else 'FAILED'}: {text}")
 
 
 @functools.cache

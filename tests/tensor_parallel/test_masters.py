@@ -225,6 +225,25 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(comm, r
     """
     model, alone = pair(recipe), pair(recipe)
     split(model, mesh_of(comm.size))
+    assert_parts_are_quantized(
+        model, alone, recipe, lambda layer: tp_shard_of("", layer.weight, is_fsdp_sharded=False)
+    )
+
+
+@on_gloo(2)
+@each("current", "rowwise", "nvfp4")
+def test_plain_parts_are_quantized_as_the_parts_that_they_are(comm, recipe):
+    """The same of parts that are plain tensors, where the layer is told which part it has."""
+    model, alone = pair(recipe, bias=False), pair(recipe, bias=False)
+    for layer, dim in ((model.up, 0), (model.down, 1)):
+        layer.tp_shard = zerocast.TensorParallelShard.chunk(layer.weight.shape, dim, comm)
+        part = layer.weight.detach().chunk(comm.size, dim)[comm.rank]
+        layer.weight = torch.nn.Parameter(part.contiguous())
+    assert_parts_are_quantized(model, alone, recipe, lambda layer: layer.tp_shard)
+
+
+def assert_parts_are_quantized(model, alone, recipe, part_of) -> None:
+    """What three forwards quantize of each weight is the part of what ``alone`` quantizes."""
     for step in range(3):
         found, expected = {}, {}
         group = {"amax_reduction_group": zerocast.comm.SingleRank()}
@@ -234,8 +253,7 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(comm, r
             alone(batch(step)).square().mean().backward()
         assert len(found) == 2
         for name, storage in found.items():
-            layer = model.get_submodule(name)
-            tp_shard = tp_shard_of(name, layer.weight, is_fsdp_sharded=False)
+            tp_shard = part_of(model.get_submodule(name))
             weight, whole = map(zerocast.QuantizedTensor, (storage, expected[name]))
             assert_unsharded_cast(weight, whole, f"{name}, step {step}", tp_shard=tp_shard)
         with torch.no_grad():
