@@ -39,6 +39,7 @@ MODES = {
     "fsdp+tp/partial_dtensor": 3,
     "fsdp+tp/full_dtensor": 3,
     "compiled": 9,
+    "compiled-weights-only": 3,
 }
 """How many configurations there are of each."""
 
