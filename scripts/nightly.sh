@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that scripts/test.sh checks, the slow tests on ranks, and those beside other packages (transformers' Trainer,
-# accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM), which it installs. Hours on a small machine.
+# accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM, torchtitan), which it installs. Hours on a small machine.
 #
 #   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
 cd "$(dirname "$0")/.."
@@ -27,5 +27,6 @@ done
 stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
 scripts/integration.sh "${1:-.venv}"
 scripts/serving.sh "${1:-.venv}-serving"
+scripts/torchtitan.sh "${1:-.venv}-torchtitan"
 stage "adapters of peft" python -m pytest -q tests/nn/test_convert.py
 printf 'all passed in %d s\n' "$SECONDS"

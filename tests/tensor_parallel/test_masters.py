@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import zerocast
 from tests.sharded.sharded import (
@@ -31,6 +31,7 @@ from tests.support.ranks import on_gloo, run_ranks
 from tests.support.recipes import RECIPES, each, param
 from tests.tensor_parallel.parallel import batch, mesh_of, pair, split
 from zerocast.nn import quantized_module
+from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import tp_shard_of
 
 NVFP4 = RECIPES["nvfp4"]
@@ -224,6 +225,25 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(comm, r
     """
     model, alone = pair(recipe), pair(recipe)
     split(model, mesh_of(comm.size))
+    assert_parts_are_quantized(
+        model, alone, recipe, lambda layer: tp_shard_of("", layer.weight, is_fsdp_sharded=False)
+    )
+
+
+@on_gloo(2)
+@each("current", "rowwise", "nvfp4")
+def test_plain_parts_are_quantized_as_the_parts_that_they_are(comm, recipe):
+    """The same of parts that are plain tensors, where the layer is told which part it has."""
+    model, alone = pair(recipe, bias=False), pair(recipe, bias=False)
+    for layer, dim in ((model.up, 0), (model.down, 1)):
+        layer.tp_shard = zerocast.TensorParallelShard.chunk(layer.weight.shape, dim, comm)
+        part = layer.weight.detach().chunk(comm.size, dim)[comm.rank]
+        layer.weight = torch.nn.Parameter(part.contiguous())
+    assert_parts_are_quantized(model, alone, recipe, lambda layer: layer.tp_shard)
+
+
+def assert_parts_are_quantized(model, alone, recipe, part_of) -> None:
+    """What three forwards quantize of each weight is the part of what ``alone`` quantizes."""
     for step in range(3):
         found, expected = {}, {}
         group = {"amax_reduction_group": zerocast.comm.SingleRank()}
@@ -233,8 +253,7 @@ def test_weights_that_each_forward_quantizes_are_parts_of_the_whole_cast(comm, r
             alone(batch(step)).square().mean().backward()
         assert len(found) == 2
         for name, storage in found.items():
-            layer = model.get_submodule(name)
-            tp_shard = tp_shard_of(name, layer.weight, is_fsdp_sharded=False)
+            tp_shard = part_of(model.get_submodule(name))
             weight, whole = map(zerocast.QuantizedTensor, (storage, expected[name]))
             assert_unsharded_cast(weight, whole, f"{name}, step {step}", tp_shard=tp_shard)
         with torch.no_grad():
@@ -282,6 +301,26 @@ def test_a_model_starts_on_the_meta_device(comm):
     whole.cast({name: value.detach() for name, value in values.items()})
     model(input_of(comm, 2)).square().mean().backward()
     whole.assert_gathered(model, "after the backward")
+
+
+@on_gloo()
+@pytest.mark.parametrize(("world_size", "tp"), [(2, 2), (4, 2)])
+def test_plain_parts_that_take_the_place_of_masters_are_masters(comm, tp):
+    """Code that knows no masters makes plain tensors of their parts, and registers those, as
+    torchtitan does: they are cast, and gathered in codes.
+    """
+
+    def split_plainly(model, mesh):
+        for layer, dim in ((model.up, 0), (model.down, 1)):
+            parts = as_plain(layer.weight).detach().chunk(mesh.size(), dim)
+            part = torch.nn.Parameter(parts[mesh.get_local_rank()].contiguous())
+            layer.register_parameter("weight", part)
+            own = DTensor.from_local(layer.weight.data, mesh, [Shard(dim)])
+            layer.weight = torch.nn.Parameter(own)
+        split(model, mesh)
+
+    model = shard(pair(NVFP4, "master", bias=False), tp, split_plainly)
+    train_and_compare(model, input_of(comm, tp), Unsharded(model, NVFP4, dtype_of(tp)), range(2))
 
 
 @pytest.mark.mpi(min_size=4)

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 from torchtitan.models.common.linear import Linear
 
 import zerocast
+from tests.support.claims import message_of
 from tests.torchtitan.decoder import DIM, IN_BLOCKS, Decoder, OptimizersContainer, loss
 from zerocast.integrations.torchtitan import LinearConverter, QuantizedLinear
 from zerocast.sharded import MasterWeight
@@ -119,3 +121,13 @@ def test_other_optimizers_are_passed_over():
     model(torch.ones(1, 4)).sum().backward()
     OptimizersContainer([model]).step()
     torch.optim.SGD(model.parameters()).step()
+
+
+def test_a_backend_that_splits_over_several_dimensions_is_refused():
+    """Tensor parallelism by "full_dtensor" is refused where torchtitan parallelizes the model."""
+    tree, _ = converted(Linear.Config(in_features=DIM, out_features=DIM))
+    dims = SimpleNamespace(tp_enabled=True, spmd_backend="full_dtensor")
+    assert message_of(zerocast.UnsupportedError, tree.build().parallelize, dims) == (
+        ": spmd_backend='full_dtensor' is not served with tensor parallelism: weights must be "
+        "split over a mesh of one dimension. Choose 'spmd_types' or 'partial_dtensor'."
+    )

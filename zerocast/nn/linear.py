@@ -26,7 +26,7 @@ from zerocast.nn.saved_state import (
 )
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
-from zerocast.sharded.all_gather import LowBitAllGather
+from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.master_weight import MasterWeight, as_master_like, as_plain
 from zerocast.sharded.parallel_linear import resolve
@@ -161,11 +161,14 @@ class Linear(QuantizedModule, torch.nn.Linear):
             anything else is an error.
         amax_group: the layers whose masters share one tensor amax with this one's; None for a
             weight of its own.
+        tp_shard: what the weight is of a larger one, if it is in high precision, was split over
+            ranks, and is no DTensor that says so.
     """
 
     # On the class, so that a module which convert turns into this one has it, too.
     low_bit_all_gather: bool = False
     amax_group: AmaxGroup | None = None
+    tp_shard: TensorParallelShard | None = None
 
     def __init__(
         self,
@@ -185,12 +188,17 @@ class Linear(QuantizedModule, torch.nn.Linear):
         self.weight = quantized_if_asked(self.weight, recipe, columnwise=columnwise)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Register as torch does; a weight that holds codes cannot be split over a mesh.
+        """Register as torch does. A plain tensor that takes the place of a master becomes a master
+        of the same gather; a weight that holds codes cannot be split over a mesh.
 
         Raises:
-            UnsupportedError: where a DTensor would take its place, which would hold no codes.
+            UnsupportedError: where a DTensor would take the place of codes, and would hold none.
         """
-        codes = isinstance(self._parameters.get(name), QuantizedTensor)
+        old = self._parameters.get(name)
+        if old is not None and gather_of(old) is not None and type(param) is torch.nn.Parameter:
+            # Code that splits weights may make tensors of them by operators that know no masters.
+            param = torch.nn.Parameter(as_master_like(old, param), param.requires_grad)
+        codes = isinstance(old, QuantizedTensor)
         if codes and param is not None and is_sharded(param):
             raise UnsupportedError(
                 f"{self.name or type(self).__name__}: a weight that holds codes cannot be "
@@ -206,6 +214,11 @@ class Linear(QuantizedModule, torch.nn.Linear):
         """
         reset_linear(self.weight, self.bias)
 
+    @property
+    def is_traceable(self) -> bool:
+        """Whether torch.compile traces its quantized products: not where it is tensor-parallel."""
+        return self.tp_shard is None and super().is_traceable
+
     @eager_in_regions
     def forward(self, input: torch.Tensor, *, fp8_output: bool = False) -> torch.Tensor:
         """[..., K] -> [..., M].
@@ -215,7 +228,7 @@ class Linear(QuantizedModule, torch.nn.Linear):
         """
         distributed = resolve(self)
         if distributed is None:
-            given = ProductInputs(0, input, self.weight, self.bias)
+            given = ProductInputs(0, input, self.weight, self.bias, tp_shard=self.tp_shard)
             return self._product(given, fp8_output=fp8_output)[0]
         if fp8_output:
             raise InputError(

@@ -53,8 +53,8 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.module import Module
 
-from zerocast.comm import SingleRank
-from zerocast.errors import InputError
+from zerocast.comm import SingleRank, as_communicator
+from zerocast.errors import InputError, UnsupportedError
 from zerocast.integrations.torchtitan.options import check_combination, recipe_named
 from zerocast.nn import ConversionReport, Linear
 from zerocast.nn.autocast import autocast, text_of
@@ -63,6 +63,7 @@ from zerocast.nn.linear import master_parameter
 from zerocast.nn.regions import UNTRACEABLE, is_traced
 from zerocast.recipes import Recipe
 from zerocast.sharded import precompute_scales_for_fsdp
+from zerocast.tensors import TensorParallelShard
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,25 @@ class QuantizedLinear(AutocastLinear, Module):
         self.precomputes = config.precomputes
         if config.gathers_codes:
             self.weight = master_parameter(self.weight, recipe, name=f"{config.name}.weight")
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Split the layer over ranks, as torchtitan does its own.
+
+        Raises:
+            UnsupportedError: for a tensor-parallel layer under ``spmd_backend="full_dtensor"``.
+        """
+        if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "full_dtensor":
+            raise UnsupportedError(
+                f"{self.name}: spmd_backend='full_dtensor' is not served with tensor parallelism: "
+                f"weights must be split over a mesh of one dimension. Choose 'spmd_types' or "
+                f"'partial_dtensor'."
+            )
+        whole = self.weight.shape
+        super().parallelize(parallel_dims)
+        dims = [dim for dim in (0, 1) if self.weight.shape[dim] != whole[dim]]
+        if dims and not self.low_bit_all_gather:  # spmd_types makes plain tensors of the parts
+            comm = as_communicator(parallel_dims.get_mesh("tp").get_group())
+            self.tp_shard = TensorParallelShard.chunk(whole, dims[0], comm)
 
 
 def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None:

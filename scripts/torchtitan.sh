@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Tests beside torchtitan, as it is. Its default way of splitting tensors needs a later torch than constraints.txt has,
+# so it has an environment of its own. A test that is skipped is a failure here.
+#
+#   scripts/torchtitan.sh [DIRECTORY [ARGUMENT...]]     the environment, default .venv-torchtitan; arguments of pytest
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+
+# torchtitan imports triton also where no product runs by it; CPU builds of torch do not bring that.
+install_torchtitan() {
+    python -m pip install --quiet --no-compile torch==2.14.1 torchtitan==0.3.0 triton \
+        hypothesis pytest pytest-timeout scikit-build-core cmake ninja &&
+        python -m pip install --quiet --no-compile --no-build-isolation --editable .
+}
+
+without_skips() {
+    local said
+    said=$(python -m pytest -q -m integration tests/integration/test_torchtitan.py "$@" 2>&1) || {
+        printf '%s\n' "$said"
+        return 1
+    }
+    printf '%s\n' "$said"
+    ! grep -Eq '[0-9]+ skipped' <<<"$said"
+}
+
+directory=${1:-.venv-torchtitan}
+stage "environment of torchtitan" make_environment "$directory"
+PATH=$(cd "$directory/bin" && pwd):$PATH
+export PATH
+stage "torchtitan" install_torchtitan
+stage "interface of torchtitan" python -m pytest -q -m "not mpi" tests/torchtitan
+stage "tests beside torchtitan" without_skips "${@:2}"
