@@ -1,15 +1,10 @@
 // partial_cast: round, scale and encode this rank's elements into their codes; every other nibble
-// keeps its value. What an update has written under the amax that the tensor has, it leaves. It
-// adds the digests of all these codes, where they are asked for.
+// keeps its value. What an update has written under the amax that the tensor has, it leaves.
 #include "cpu/cast_shard.h"
-#include "cpu/digest_codes.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
-
-// Elements at most that are cast before the digest of their codes is taken from a cache.
-constexpr i64 DIGESTED = 1 << 18;
 
 template <class Encoder>
 void cast_encoded(const CastShard& shard, const BlockMultipliers& multipliers,
@@ -20,6 +15,7 @@ void cast_encoded(const CastShard& shard, const BlockMultipliers& multipliers,
 }
 
 void cast(const NumericsTable& table, const CastShard& shard, const Region& region) {
+    if (region.begin >= region.end) return;
     with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
         typedef typename decltype(numerics)::Format F;
         BlockMultipliers multipliers(numerics);
@@ -30,26 +26,7 @@ void cast(const NumericsTable& table, const CastShard& shard, const Region& regi
         } else {
             cast_encoded(shard, multipliers, NearestGroup<F>{}, region);
         }
-        digest_elements<F>(shard, region.begin, region.end);
     });
-}
-
-// Adds the digests of what an update has cast.
-void digest_written(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
-    if (begin >= end || !takes_digests(shard)) return;
-    with_numerics(table, shard.tensor_amax, shard.delayed, [&](auto numerics) {
-        digest_elements<typename decltype(numerics)::Format>(shard, begin, end);
-    });
-}
-
-// Casts elements [begin, end), where digests are asked for piece by piece. No piece ends within a
-// byte, as rows hold an even number of elements.
-void cast_pieces(const NumericsTable& table, const CastShard& shard, i64 begin, i64 end) {
-    i64 rows = block_rows(shard), piece = rows <= DIGESTED ? DIGESTED / rows * rows : DIGESTED;
-    for (i64 next; begin < end; begin = next) {
-        next = takes_digests(shard) ? min_of(end, (begin / piece + 1) * piece) : end;
-        cast(table, shard, Region{begin, next});
-    }
 }
 
 }  // namespace
@@ -67,9 +44,8 @@ ZEROCAST_EXPORT(partial_cast)(const void* numerics, const void* table, long long
     auto piece = [&](const CastShard& shard, i64 begin, i64 end, i64) {
         auto& numerics_table = *(const NumericsTable*)numerics;
         Span whole = whole_rows(shard);
-        cast_pieces(numerics_table, shard, begin, min_of(end, whole.begin));
-        digest_written(numerics_table, shard, max_of(begin, whole.begin), min_of(end, whole.end));
-        cast_pieces(numerics_table, shard, max_of(begin, whole.end), end);
+        cast(numerics_table, shard, Region{begin, min_of(end, whole.begin)});
+        cast(numerics_table, shard, Region{max_of(begin, whole.end), end});
     };
     share_in_parallel<CastShard>(table, count, threads, shard_span, piece);
     for (i64 i = 0; i < count; i++) {

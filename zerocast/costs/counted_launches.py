@@ -43,7 +43,6 @@ class CountingBackend:
     """
 
     guesses_amaxes = False
-    digests_transposed = digests_cast = False
 
     def __init__(self, name: str) -> None:
         self.name, self.reads_once = name, BACKENDS[name].reads_once
