@@ -10,10 +10,8 @@ memory lies, so all are made anew several times, those with it first in every se
 medians over the rounds: of the ratio to the mean of both steps without it, and of the ratio of
 these two, which says what a ratio is worth.
 
-The digest of codes is taken as a gather copies them, and the rest (scales, and what two ranks
-share) is read from memory. With --in-place, codes lie as they travel: threads, and processes of one
-node, copy them from each other, and digests are taken meanwhile, and of a rank's own as it casts
-them.
+Digests are read from memory after the gather. With --in-place, codes lie as they travel: threads,
+and processes of one node, copy them from each other.
 
 Plain reading of so many bytes is measured in the same rounds. Threads gather by one copy in memory,
 which is less than any transport between machines does.

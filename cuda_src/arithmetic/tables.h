@@ -97,7 +97,6 @@ struct CodePlane {
     Grid grid;
     i32* block_amax;  // [blocks]; there may be memory for those of the shard's rows alone
     u8* codes;        // of the elements from codes_start on
-    u64* sum;         // that the digest of the codes that a launch casts is added to, or null
 };
 
 // Which elements of some of a tensor's were changed; null where nobody asks, and always null beside
@@ -114,7 +113,6 @@ struct CastShard {
     i64 whole_begin, whole_end;  // of these, the rows of blocks that one pass measures and casts
     i64 round_to;                // Nominal
     i64 codes_start;             // even where codes are nibbles
-    i64 digest_start;            // the place of the matrix's first byte in the whole weight's codes
     i32* tensor_amax;            // [1], or null; may be the block amax where there is one block
     CodePlane rowwise;
     CodePlane columnwise;  // over the same matrix; its codes are null where it is not cast
@@ -125,7 +123,7 @@ struct CastShard {
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 40 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 37 * sizeof(i64), "a row that Python writes");
 
 // One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
 // patterns.
@@ -183,10 +181,8 @@ struct TransposeTarget {
     u8* columnwise_codes;   // of the transposed one
     ScalePlane rowwise;     // neither is stored transposed, nor repeats to the right
     ScalePlane columnwise;  // its scale_inv is null where one scale serves both
-    i64 first;              // the place of the matrix in the whole weight's codes: bytes
-    u64* sum;               // that the digest of `codes` is added to, or null
 };
-static_assert(sizeof(TransposeTarget) == 34 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(TransposeTarget) == 32 * sizeof(i64), "a row that Python writes");
 
 struct DequantizeTarget {
     ScalePlane plane;
@@ -196,6 +192,14 @@ struct DequantizeTarget {
 };
 static_assert(sizeof(DequantizeTarget) == 17 * sizeof(i64), "a row that Python writes");
 
+// Bytes of a weight's codes, and their place in the buffer in which they travel.
+struct CopyTarget {
+    u8* codes;
+    i64 staged;  // their first byte in the buffer
+    i64 bytes;
+};
+static_assert(sizeof(CopyTarget) == 3 * sizeof(i64), "a row that Python writes");
+
 // Bytes of a tensor, and the sum that their digest is added to.
 struct DigestTarget {
     const u8* data;
@@ -204,13 +208,6 @@ struct DigestTarget {
     u64* sum;
 };
 static_assert(sizeof(DigestTarget) == 4 * sizeof(i64), "a row that Python writes");
-
-// The digest of a part of a tensor, and the total of all its parts.
-struct DigestPart {
-    const u64* sum;
-    u64* total;
-};
-static_assert(sizeof(DigestPart) == 2 * sizeof(i64), "a row that Python writes");
 
 // Elements as they were, and as they are: integers.
 struct Comparison {

@@ -124,22 +124,19 @@ class PlaneCast {
         }
     }
 
-    // GROUP elements from x on, the first of a block of BLOCK or in its middle; returns their
-    // codes.
+    // GROUP elements from x on, the first of a block of BLOCK or in its middle.
     template <int BLOCK>
-    ZEROCAST_FN Packed cast_group(i64 element, const T* x, const float* multiplier,
-                                  bool positive) const {
+    ZEROCAST_FN void cast_group(i64 element, const T* x, const float* multiplier,
+                                bool positive) const {
         Native::Int code[4];
         group<BLOCK>(element, x, multiplier, positive, code);
         u8* to = codes(element);
-        Packed packed = pack(code);
         if (changes_.flags) {
             __builtin_prefetch(to + bytes(PREFETCH_AHEAD));
             keep(to, code);
         } else {
-            store(to, packed, streams(to));
+            store(to, code, streams(to));
         }
-        return packed;
     }
 
     // Codes of whole bytes, from this element on, to where they stay.
@@ -173,15 +170,12 @@ class PlaneCast {
     ZEROCAST_FN bool streams(const u8* to) const { return streams_ && (u64)to % BYTES == 0; }
     // GROUP codes that start with a whole byte.
     ZEROCAST_FN static void store(u8* to, const Native::Int (&codes)[4], bool streams = false) {
-        store(to, pack(codes), streams);
-    }
-    ZEROCAST_FN static void store(u8* to, Packed codes, bool streams) {
         if constexpr (F::BITS == 4) {
             Nibbles nibbles;
-            store_nibbles((u8*)&nibbles, codes);
+            store_nibbles((u8*)&nibbles, pack(codes));
             write(to, nibbles, streams);
         } else {
-            write(to, codes, streams);
+            write(to, pack(codes), streams);
         }
     }
     template <class Word>

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cpu/cast_shard.h"
-#include "cpu/digest_sum.h"
 #include "cpu/plane_amax.h"
 
 namespace zerocast {
@@ -26,10 +25,9 @@ struct Read {
     }
 };
 
-// Measures and casts rows of blocks of a shard, BLOCK high and wide, as `source` gives them, and
-// adds the DIGESTS of their codes, of a byte each. `memory`: maxima and multipliers of a row of
-// blocks, and its elements in BF16.
-template <int BLOCK, class F, bool DIGESTS, class Source>
+// Measures and casts rows of blocks of a shard, BLOCK high and wide, as `source` gives them.
+// `memory`: maxima and multipliers of a row of blocks, and its elements in BF16.
+template <int BLOCK, class F, class Source>
 void cast_rows(const CastShard& shard, const Source& source, const BlockMultipliers& multipliers,
                const Region& region, void* memory) {
     i64 cols = shard.rowwise.grid.cols, blocks = shard.rowwise.grid.blocks_w();
@@ -39,7 +37,6 @@ void cast_rows(const CastShard& shard, const Source& source, const BlockMultipli
     PlaneCast<Waiting, Fp32, NearestGroup<F>> plane(shard, waiting, shard.rowwise, multipliers,
                                                     NearestGroup<F>{}, 0, region.streams);
     Native::Int tensor{};
-    Native::Wide digest{};
     bool positive = false;
     i64 last = region.end / cols;
     for (i64 row = region.begin / cols, above = 0; row < last || above > 0; row += BLOCK) {
@@ -48,38 +45,26 @@ void cast_rows(const CastShard& shard, const Source& source, const BlockMultipli
         for (i64 r = 0; r < max_of(rows, above); r++) {
             i64 element = (row + r) * cols;
             Waiting* line = waiting + r * cols;  // of the row of blocks above, until it is cast
-            i64 cast_element = element - BLOCK * cols, place = shard.digest_start + cast_element;
-            for (i64 col = 0, width; col < cols; col += width) {
-                width = cols - col;
-                if (DIGESTS)  // up to the end of a row of the digest
-                    width = min_of(width, DIGEST_ROW_BYTES - in_digest_row(place + col));
-                DigestSum sum;
-                auto cast = [&](i64 i) {
-                    i64 c = col + i;
-                    auto codes = plane.template cast_group<BLOCK>(cast_element + c, line + c,
-                                                                  by_block + c / BLOCK, positive);
-                    if (DIGESTS) sum.add((Native::Int)codes, in_digest_row(place + c));
-                };
-                auto keep = [&](i64 i, const Native::Float(&read)[4]) {
-                    i64 c = col + i;
-                    Native::Float x[4];
-                    bool nan = any_nan(read);
-                    for (int k = 0; k < 4; k++)
-                        x[k] = nan ? with_canonical_nan<Native>(read[k]) : read[k];
-                    raise_group<BLOCK>(largest + c / BLOCK, x);
-                    for (int k = 0; k < 4; k += 2)
-                        Native::store(line + c + k * Native::WIDTH,
-                                      rounded_waiting(x[k], x[k + 1]));
-                };
-                i64 begin = element + col, end = begin + width;
-                if (r < rows && r < above)
-                    source.template in_groups<ALL_LEVELS>(begin, end, cast, keep);
-                else if (r < rows)
-                    source.template in_groups<ALL_LEVELS>(begin, end, [](i64) {}, keep);
-                else
-                    for (i64 i = 0; i < width; i += GROUP) cast(i);
-                if (DIGESTS) digest += sum.digest((place + col) / DIGEST_ROW_BYTES);
-            }
+            i64 cast_element = element - BLOCK * cols;
+            auto cast = [&](i64 c) {
+                plane.template cast_group<BLOCK>(cast_element + c, line + c, by_block + c / BLOCK,
+                                                 positive);
+            };
+            auto keep = [&](i64 c, const Native::Float(&read)[4]) {
+                Native::Float x[4];
+                bool nan = any_nan(read);
+                for (int k = 0; k < 4; k++)
+                    x[k] = nan ? with_canonical_nan<Native>(read[k]) : read[k];
+                raise_group<BLOCK>(largest + c / BLOCK, x);
+                for (int k = 0; k < 4; k += 2)
+                    Native::store(line + c + k * Native::WIDTH, rounded_waiting(x[k], x[k + 1]));
+            };
+            if (r < rows && r < above)
+                source.template in_groups<ALL_LEVELS>(element, element + cols, cast, keep);
+            else if (r < rows)
+                source.template in_groups<ALL_LEVELS>(element, element + cols, [](i64) {}, keep);
+            else
+                for (i64 c = 0; c < cols; c += GROUP) cast(c);
         }
         above = rows;
         if (rows == 0) break;
@@ -89,7 +74,6 @@ void cast_rows(const CastShard& shard, const Source& source, const BlockMultipli
         positive = plane.fill_multipliers(first_block, blocks, by_block);
     }
     raise_tensor(shard, reduce_max<Native>(tensor));
-    if (DIGESTS) add_to(shard.rowwise.sum, sum_of(digest));
 }
 
 }  // namespace ZEROCAST_ISA

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cpu/cast_shard.h"
-#include "cpu/digest_sum.h"
 #include "cpu/plane_amax.h"
 #include "cpu/powers_of_two.h"
 
@@ -37,24 +36,8 @@ class CastRowsAndColumns {
           irregular_((int*)(column_largest_ + cols_)),
           row_steps_((short*)(irregular_ + cols_ / GROUP + 1)) {}
 
-    // Whether it takes the digests of the codes that it writes.
-    static constexpr bool TAKES_DIGESTS = F::BITS == 8;
-
     template <class Source>
     void operator()(const Source& source) {
-        if (TAKES_DIGESTS && shard_.rowwise.sum)
-            run<TAKES_DIGESTS>(source);
-        else
-            run<false>(source);
-    }
-
-  private:
-    typedef PlaneCast<Waiting, Fp32, NearestGroup<F>> Plane;
-    typedef PowerOfTwoCodes<F> Codes;
-    static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
-
-    template <bool DIGESTS, class Source>
-    void run(const Source& source) {
         i64 last = region_.end / cols_;
         Native::Int tensor{};
         for (i64 row = region_.begin / cols_, above = 0; row < last || above > 0; row += BLOCK) {
@@ -62,18 +45,18 @@ class CastRowsAndColumns {
             Amaxes measured;
             memset(column_largest_, 0, cols_ * sizeof *column_largest_);
             for (i64 r = 0; r < max_of(rows, above); r++)
-                turn<DIGESTS>(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1,
-                              measured);
+                turn(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1, measured);
             tensor = Native::max(tensor, measured.largest);
             if (rows > 0) prepare(row, measured);
             above = rows;
         }
         raise_tensor(shard_, reduce_max<Native>(tensor));
-        if (DIGESTS) {
-            add_to(shard_.rowwise.sum, sum_of(totals_[0]));
-            add_to(shard_.columnwise.sum, sum_of(totals_[1]));
-        }
     }
+
+  private:
+    typedef PlaneCast<Waiting, Fp32, NearestGroup<F>> Plane;
+    typedef PowerOfTwoCodes<F> Codes;
+    static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
 
     // Columns that are measured at a time. What raise_row() makes of them is still in the nearest
     // cache; of a whole row it would crowd out what waits there of columns.
@@ -99,13 +82,12 @@ class CastRowsAndColumns {
     i64 cols_, blocks_;
     const MXNumerics<F>& numerics_;
     Plane rows_, columns_;
-    Waiting* waiting_;             // elements, of the latest LINES rows
-    short* column_steps_;          // of the row of blocks that is cast, in the order of Waiting
-    short* column_largest_;        // magnitudes of the one that is measured, in that order
-    int* irregular_;               // columns of the groups of a row that have to be cast again
-    short* row_steps_;             // of the blocks of the latest LINES rows
-    bool regular_ = false;         // whether Codes serves the row of blocks that is cast
-    Native::Wide totals_[2] = {};  // digests of what was written of both planes, in parts
+    Waiting* waiting_;       // elements, of the latest LINES rows
+    short* column_steps_;    // of the row of blocks that is cast, in the order of Waiting
+    short* column_largest_;  // magnitudes of the one that is measured, in that order
+    int* irregular_;         // columns of the groups of a row that have to be cast again
+    short* row_steps_;       // of the blocks of the latest LINES rows
+    bool regular_ = false;   // whether Codes serves the row of blocks that is cast
 
     Waiting* line(i64 row) const { return waiting_ + row % LINES * cols_; }
     // What follows a row's last step may be written with it.
@@ -113,17 +95,15 @@ class CastRowsAndColumns {
     short* row_steps(i64 row) const { return row_steps_ + row % LINES * padded(blocks_); }
 
     // Measures one row and casts one row above it; -1 stands for none.
-    template <bool DIGESTS, class Source>
+    template <class Source>
     void turn(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
         bool casts = cast_row >= 0 && regular_;
         for (i64 c = 0; cast_row >= 0 && !casts && c < cols_; c += GROUP)
-            cast_any<DIGESTS>(cast_row, c);
-        i64 place = digest_place(max_of(cast_row, 0), 0);
-        DigestSum sums[2];
+            cast_any(cast_row, c);
         i64 count = 0;
-        auto cast = [&, group = regular_group<DIGESTS>(max_of(cast_row, 0)),
+        auto cast = [&, group = regular_group(max_of(cast_row, 0)),
                      irregular = irregular_](i64 c) __attribute__((always_inline)) {
-            bool is_irregular = group(c, sums);
+            bool is_irregular = group(c);
             if (!Codes::MAY_BE_IRREGULAR) return;
             irregular[count] = (int)c;
             count += is_irregular;
@@ -131,8 +111,6 @@ class CastRowsAndColumns {
         auto none = [](i64) {};
         for (i64 c = 0, width; c < cols_; c += width) {
             width = min_of(SEGMENT, cols_ - c);
-            if (DIGESTS)  // up to the end of a row of the digest
-                width = min_of(width, DIGEST_ROW_BYTES - in_digest_row(place + c));
             auto cast_here = [&](i64 i) __attribute__((always_inline)) { cast(c + i); };
             if (measured_row >= 0) {
                 i64 begin = measured_row * cols_ + c;
@@ -148,33 +126,18 @@ class CastRowsAndColumns {
             } else if (casts) {
                 for (i64 i = 0; i < width; i += GROUP) cast_here(i);
             }
-            if (DIGESTS) {
-                add(sums, place + c);
-                sums[0] = sums[1] = DigestSum{};
-            }
         }
-        for (i64 i = 0; i < count; i++) cast_any<DIGESTS>(cast_row, irregular_[i]);
-    }
-
-    // The place of a row's column in the whole weight's codes, of one byte each.
-    i64 digest_place(i64 row, i64 c) const { return shard_.digest_start + row * cols_ + c; }
-
-    // Adds these sums of both planes, of the row of the digest that a place is in.
-    ZEROCAST_FN void add(const DigestSum (&sums)[2], i64 place) {
-        for (int k = 0; k < 2; k++) totals_[k] += sums[k].digest(place / DIGEST_ROW_BYTES);
+        for (i64 i = 0; i < count; i++) cast_any(cast_row, irregular_[i]);
     }
 
     // What casts the group at a column of a row by Codes, and returns whether that has to be done
-    // again: then it adds nothing to the digests. It holds what it takes by value: stores of bytes
-    // might change all else.
-    template <bool DIGESTS>
+    // again. It holds what it takes by value: stores of bytes might change all else.
     ZEROCAST_FN auto regular_group(i64 row) const {
         u8 *to_rows = rows_.codes(row * cols_), *to_columns = columns_.codes(row * cols_);
         return [=, streams_rows = rows_.streams(to_rows),
                 streams_columns = columns_.streams(to_columns), line = line(row),
-                block_steps = row_steps(row), column_steps = column_steps_,
-                place = digest_place(row, 0)](i64 c,
-                                              DigestSum(&sums)[2]) __attribute__((always_inline)) {
+                block_steps = row_steps(row),
+                column_steps = column_steps_](i64 c) __attribute__((always_inline)) {
             Codes codes(line + c);
             Packed irregular = Packed{} + Codes::NONE;
             auto of_rows = codes.under(Shorts{} + block_steps[c / BLOCK],
@@ -189,35 +152,21 @@ class CastRowsAndColumns {
                 Plane::write(to_columns + c / 2, nibbles.b, streams_columns);
                 return is_irregular;
             }
-            of_rows = in_order(of_rows);
-            of_columns = in_order(of_columns);
-            if (DIGESTS) {
-                auto kept = Native::splat(is_irregular - 1);  // no branch, which would be slower
-                sums[0].add((Native::Int)of_rows & kept, in_digest_row(place + c));
-                sums[1].add((Native::Int)of_columns & kept, in_digest_row(place + c));
-            }
-            Plane::write(to_rows + c, of_rows, streams_rows);
-            Plane::write(to_columns + c, of_columns, streams_columns);
+            Plane::write(to_rows + c, in_order(of_rows), streams_rows);
+            Plane::write(to_columns + c, in_order(of_columns), streams_columns);
             return is_irregular;
         };
     }
 
     // Casts a group of a row, whatever it holds.
-    template <bool DIGESTS>
     void cast_any(i64 row, i64 c) {
         const Waiting* group = line(row) + c;
-        i64 element = row * cols_ + c, place = digest_place(row, c);
+        i64 element = row * cols_ + c;
         float by_block[GROUP / BLOCK], by_column[GROUP];
         bool positive = rows_.fill_multipliers(element / BLOCK, GROUP / BLOCK, by_block);
         positive &= columns_.fill_multipliers(row / BLOCK * cols_ + c, GROUP, by_column);
-        auto of_rows = rows_.template cast_group<BLOCK>(element, group, by_block, positive);
-        auto of_columns = columns_.template cast_group<1>(element, group, by_column, positive);
-        if (DIGESTS) {  // here, as what was written past the caches takes long to read again
-            DigestSum sums[2];
-            sums[0].add((Native::Int)of_rows, in_digest_row(place));
-            sums[1].add((Native::Int)of_columns, in_digest_row(place));
-            add(sums, place);
-        }
+        rows_.template cast_group<BLOCK>(element, group, by_block, positive);
+        columns_.template cast_group<1>(element, group, by_column, positive);
     }
 
     // What keeps the groups of a row from a column on, rounded, and measures them:

@@ -72,7 +72,5 @@ ZEROCAST_FN u64 sum_of(Native::Wide parts) {
     return total;
 }
 
-ZEROCAST_FN void add_to(u64* sum, u64 total) { __atomic_fetch_add(sum, total, __ATOMIC_RELAXED); }
-
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

@@ -16,7 +16,6 @@
 #include "cpu/cast_rows.h"
 #include "cpu/cast_rows_and_columns.h"
 #include "cpu/cast_shard.h"
-#include "cpu/digest_codes.h"
 #include "cpu/plane_amax.h"
 
 namespace zerocast {
@@ -129,21 +128,12 @@ class Parts {
     i64 across() const { return (cols_ + width_ - 1) / width_; }
 };
 
-// Adds the digests of the codes of a region, which were just written, where they are asked for.
-template <class F>
-void digest_codes(const CastShard& shard, const Region& region) {
-    i64 cols = shard.rowwise.grid.cols, col_end = min_of(region.col_end, cols);
-    if (!takes_digests(shard)) return;
-    for (i64 row = region.begin; row < region.end; row += cols)
-        digest_elements<F>(shard, row + region.col, row + col_end);
-}
-
 // Does what cast_rows() does of whole rows, where there is memory; returns whether there is.
 template <class F>
 bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpdate* table,
                      const BlockMultipliers& multipliers, i64 begin, i64 end, bool streams) {
     const Grid& grid = shard.rowwise.grid;
-    bool both = has_rows_and_columns(shard), in_registers = F::BITS == 8 && shard.rowwise.sum;
+    bool both = has_rows_and_columns(shard);
     if (both && !multipliers.are_powers_of_two()) return false;
     i64 blocks = grid.cols / grid.block_w + 2;
     i64 bytes = (blocks + Native::WIDTH) * sizeof(Native::Int) + blocks * sizeof(float)
@@ -154,24 +144,18 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
     Region region{begin, end};
     region.streams = streams;
     auto cast = [&](const auto& source) {
-        constexpr bool DIGESTS = F::BITS == 8;
         if (both)
             CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
-        else if (grid.block_w == 32 && in_registers)
-            cast_rows<32, F, DIGESTS>(shard, source, multipliers, region, memory);
         else if (grid.block_w == 32)
-            cast_rows<32, F, false>(shard, source, multipliers, region, memory);
-        else if (in_registers)
-            cast_rows<128, F, DIGESTS>(shard, source, multipliers, region, memory);
+            cast_rows<32, F>(shard, source, multipliers, region, memory);
         else
-            cast_rows<128, F, false>(shard, source, multipliers, region, memory);
+            cast_rows<128, F>(shard, source, multipliers, region, memory);
     };
     if (table)
         cast(Update(*table, shard.start));
     else
         cast(Read{master});
     free(memory);
-    if (!in_registers) digest_codes<F>(shard, region);
     return true;
 }
 
@@ -202,7 +186,6 @@ void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
             any = false;
             if (cast.begin < cast.end) {
                 cast_planes<Rounded>(shard, master, multipliers, NearestGroup<F>{}, cast);
-                digest_codes<F>(shard, cast);
                 any = true;
             }
             if (measured.begin < measured.end) {

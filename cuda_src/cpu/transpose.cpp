@@ -5,13 +5,8 @@
 // block of them is collected in the nearest caches; then the rows of `to` leave the block, the
 // squares put side by side on the way out. Nibbles go the same way: what were two rows of them is
 // combined between the first step and the second.
-//
-// Before the first step the lines that it is going to read may pass through the registers for their
-// digest, too: 8192x5120 bytes take 9 to 21 % longer with it, and as many nibbles 10 to 12 % (one
-// thread of an Emerald Rapids).
 #include <string.h>
 
-#include "cpu/digest_sum.h"
 #include "cpu/scale_rows.h"
 #include "cpu/simd.h"
 
@@ -136,37 +131,7 @@ void store_rows(const Line* tiles, i64 rows, i64 size, u8* to, i64 stride, bool 
 struct Bytes {
     const u8* data;
     i64 rows, cols, stride;
-    i64 first = -1;  // the place of its first byte in what a digest is taken of, if one is
 };
-
-// A panel is so many blocks side by side. Digests are taken of its rows when the first of these
-// blocks is transposed, and the others find them in the second-level cache: the sums over a run of
-// lines are multiplied once, and by runs of two lines, of one block, bytes took 33 to 64 % longer
-// than without a digest, by runs of 16 lines 9 to 33 %. Runs of 32 brought nothing more.
-constexpr i64 PANEL_COLS = 8 * BLOCK_COLS;
-
-// The digest of rows [row, row_end) of columns [col, col_end), which are whole lines of it; in
-// parts. The lines that stand `ahead` bytes further are asked for. (Called inline, it finds no
-// registers left.)
-__attribute__((noinline)) Native::Wide digest_of(const Bytes& from, i64 row, i64 row_end, i64 col,
-                                                 i64 col_end, i64 ahead) {
-    Native::Wide parts{};
-    for (; row < row_end; row++) {
-        i64 at = row * from.stride + col, end = at + (col_end - col);
-        while (at < end) {
-            i64 place = from.first + at, in_row = in_digest_row(place);
-            DigestSum sum;
-            for (; at < end && in_row < DIGEST_ROW_BYTES; at += LINE, in_row += LINE) {
-                Native::Int line[LINE_REGISTERS];
-                __builtin_prefetch(from.data + at + ahead, 0, 2);
-                load_line(line, from.data + at);
-                sum.add(line, in_row / LINE);
-            }
-            parts += sum.digest(place / DIGEST_ROW_BYTES);
-        }
-    }
-    return parts;
-}
 
 // Lines of a matrix below each other: `at` and what follows it every `stride` bytes.
 struct Lines {
@@ -195,33 +160,25 @@ ZEROCAST_FN Lines lines_of(const Bytes& from, i64 row, i64 col, i64 ahead, Line*
 //                                tile c across the block, from byte r down it on
 //     store(row, col, rows, c)   when tile c is complete, all `rows` bytes down it: it began at row
 //                                `row` and column `col` of the matrix
-// Returns the digest of all lines that it reads, where `from` has a `first` one.
 template <int ROWS, class Transpose, class Store>
-u64 for_each_block(const Bytes& from, i64 first, i64 last, const Transpose& transpose,
-                   const Store& store) {
-    Native::Wide digest{};
+void for_each_block(const Bytes& from, i64 first, i64 last, const Transpose& transpose,
+                    const Store& store) {
     alignas(TILE) Line scratch[ROWS * SQUARE];
     i64 height = ROWS * BLOCK_ROWS * from.stride;
     for (i64 row = 0; row < from.rows; row += ROWS * BLOCK_ROWS) {
         i64 rows = min_of(BLOCK_ROWS, (from.rows - row + ROWS - 1) / ROWS);
         for (i64 col = first; col < last; col += BLOCK_COLS) {
             i64 down = min_of(ROWS_AHEAD, rows);
-            // How far ahead of row r stands what is asked for: further down, or in the next block
-            // or panel, of so many columns.
-            auto ahead = [&](i64 r, i64 columns) {
+            // How far ahead of row r stands what is asked for: further down, or in the next block.
+            auto ahead = [&](i64 r) {
                 if (r + down < rows) return down * ROWS * from.stride;
-                i64 next = col + columns < last ? columns : height - (col - first);
+                i64 next = col + BLOCK_COLS < last ? BLOCK_COLS : height - (col - first);
                 return (down - rows) * ROWS * from.stride + next;
             };
-            bool begins_panel = from.first >= 0 && (col - first) % PANEL_COLS == 0;
             for (i64 r = 0; r < rows; r += SQUARE) {
-                i64 top = row + ROWS * r;
-                if (begins_panel)
-                    digest += digest_of(from, top, min_of(top + ROWS * SQUARE, from.rows), col,
-                                        min_of(col + PANEL_COLS, last), ahead(r, PANEL_COLS));
                 for (i64 c = 0; c < min_of(BLOCK_COLS, last - col); c += TILE) {
                     constexpr int COUNT = ROWS * SQUARE;
-                    auto lines = lines_of<COUNT>(from, top, col + c, ahead(r, BLOCK_COLS), scratch);
+                    auto lines = lines_of<COUNT>(from, row + ROWS * r, col + c, ahead(r), scratch);
                     transpose(lines, c / TILE, r);
                 }
             }
@@ -229,11 +186,10 @@ u64 for_each_block(const Bytes& from, i64 first, i64 last, const Transpose& tran
                 store(row, col + c, rows, c / TILE);
         }
     }
-    return sum_of(digest);
 }
 
-// to[c][r] = from[r][c] for columns [first, last) of `from`; returns their digest, if one is taken.
-u64 transpose_bytes(const Bytes& from, i64 first, i64 last, u8* to, i64 stride, bool stream) {
+// to[c][r] = from[r][c] for columns [first, last) of `from`.
+void transpose_bytes(const Bytes& from, i64 first, i64 last, u8* to, i64 stride, bool stream) {
     alignas(TILE) Line tiles[TILES_ACROSS][BLOCK_ROWS];
     auto transpose = [&](const Lines& lines, i64 c, i64 r) {
         transpose_squares(lines.at, lines.stride, &tiles[c][r]);
@@ -242,12 +198,12 @@ u64 transpose_bytes(const Bytes& from, i64 first, i64 last, u8* to, i64 stride, 
         store_rows(tiles[c], min_of(TILE, last - col), rows, to + col * stride + row, stride,
                    stream);
     };
-    return for_each_block<1>(from, first, last, transpose, store);
+    for_each_block<1>(from, first, last, transpose, store);
 }
 
 // The same for nibbles: columns [first, last) count elements, and first is even. Rows of `to` hold
 // (rows + 1) / 2 bytes; the last nibble of an odd number of rows is 0.
-u64 transpose_nibbles(const Bytes& from, i64 first, i64 last, u8* to, bool stream) {
+void transpose_nibbles(const Bytes& from, i64 first, i64 last, u8* to, bool stream) {
     alignas(TILE) Line even[TILES_ACROSS][BLOCK_ROWS], odd[TILES_ACROSS][BLOCK_ROWS];
     alignas(TILE) Line upper[SQUARE], lower[SQUARE];
     i64 stride = (from.rows + 1) / 2;
@@ -269,18 +225,18 @@ u64 transpose_nibbles(const Bytes& from, i64 first, i64 last, u8* to, bool strea
         store_rows(even[c], (columns + 1) / 2, size, at, 2 * stride, stream);
         store_rows(odd[c], columns / 2, size, at + stride, 2 * stride, stream);
     };
-    return for_each_block<2>(from, first / 2, (last + 1) / 2, transpose, store);
+    for_each_block<2>(from, first / 2, (last + 1) / 2, transpose, store);
 }
 
 void codes(const TransposeTarget& t, i64 first, i64 last, bool stream) {
     const Grid& grid = t.rowwise.grid;
     bool nibbles = t.format == FORMAT_E2M1;
     i64 row_bytes = nibbles ? (grid.cols + 1) / 2 : grid.cols;
-    Bytes from{t.codes, grid.rows, row_bytes, row_bytes, t.sum ? t.first : -1};
-    u64 digest = nibbles
-                     ? transpose_nibbles(from, first, last, t.columnwise_codes, stream)
-                     : transpose_bytes(from, first, last, t.columnwise_codes, grid.rows, stream);
-    if (t.sum) add_to(t.sum, digest);
+    Bytes from{t.codes, grid.rows, row_bytes, row_bytes};
+    if (nibbles)
+        transpose_nibbles(from, first, last, t.columnwise_codes, stream);
+    else
+        transpose_bytes(from, first, last, t.columnwise_codes, grid.rows, stream);
 }
 
 // Columnwise scales of block columns [first, last): each is a row there, repeated.

@@ -14,11 +14,8 @@ from tests.support.instruction_sets import ISAS
 from tests.support.values import draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
-from zerocast.backends.reference import ReferenceBackend
-from zerocast.backends.reference.digest_formula import digest
 from zerocast.comm import Communicator, run_in_process
-from zerocast.numerics import Backend, CodeCopy, LaunchOn, SharedByte
-from zerocast.peer_memory import PeerBuffer, draw_token
+from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
 
 COPIED = SUBJECTS["copied codes"]
 
@@ -26,23 +23,19 @@ COPIED = SUBJECTS["copied codes"]
 class Bytewise:
     """The oracle: one byte after the other."""
 
-    def stage_codes(self, copies: list[CodeCopy], sums: torch.Tensor) -> LaunchOn:
+    def stage_codes(self, copies: list[CodeCopy]) -> LaunchOn:
         def launch(buffer: torch.Tensor) -> None:
             for copy in copies:
                 for i in range(len(copy.codes)):
                     buffer[copy.staged + i] = int(copy.codes[i])
-            add_digests(copies, sums)
 
         return launch
 
-    def store_codes(
-        self, copies: list[CodeCopy], shared: list[SharedByte], sums: torch.Tensor
-    ) -> LaunchOn:
+    def store_codes(self, copies: list[CodeCopy], shared: list[SharedByte]) -> LaunchOn:
         def launch(buffer: torch.Tensor) -> None:
             for copy in copies:
                 for i in range(len(copy.codes)):
                     copy.codes[i] = int(buffer[copy.staged + i])
-            add_digests(copies, sums)
             for byte in shared:
                 own = int(byte.codes)
                 low = own if byte.low is None else int(buffer[byte.low])
@@ -52,70 +45,20 @@ class Bytewise:
         return launch
 
 
-def add_digests(copies: list[CodeCopy], sums: torch.Tensor) -> None:
-    """Those that are wanted."""
-    for i, copy in enumerate(copies):
-        if copy.first is not None:
-            sums[i] += digest(copy.codes, copy.first)
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_many_bytes(isa: str) -> None:
     """What is written past the caches, of aligned and of other addresses, on more threads."""
     data = draw_values("normal", 3 << 19, 5).view(torch.uint8)
-    for at, first, threads in ((0, 0, 1), (0, 4096, 3), (3, 64, 1), (64, None, 2), (5, None, 1)):
+    for at, threads in ((0, 1), (0, 3), (3, 1), (64, 2), (5, 3)):
         codes, buffer = data[at:].clone(), torch.zeros(len(data) + 64, dtype=torch.uint8)
-        copies = [CodeCopy(codes, at, first)]
-        sums, backend = torch.zeros(2, 1, dtype=torch.int64), CpuBackend(isa, threads)
-        backend.stage_codes(copies, sums[0])(buffer)
+        copies, backend = [CodeCopy(codes, at)], CpuBackend(isa, threads)
+        backend.stage_codes(copies)(buffer)
         assert torch.equal(buffer[at : at + len(codes)], codes)
         assert not buffer[:at].any()
         assert not buffer[at + len(codes) :].any()
         codes.zero_()
-        backend.store_codes(copies, [], sums[1])(buffer)
+        backend.store_codes(copies, [])(buffer)
         assert torch.equal(codes, data[at:])
-        expected = 0 if first is None else int(digest(codes, first))
-        assert sums.tolist() == [[expected]] * 2
-
-
-@pytest.mark.parametrize("isa", ["reference", *ISAS])
-def test_codes_are_read_from_another_process(isa: str) -> None:
-    """By the reference, and by every instruction set on three threads."""
-    check_reads(ReferenceBackend() if isa == "reference" else CpuBackend(isa, 3))
-
-
-def check_reads(backend: Backend) -> None:
-    """It reads codes from any place to any other, and their digests; of a process that is not the
-    one that is meant, or has no such memory, an error. It is this process, which is read as another
-    one is.
-    """
-    theirs = draw_values("normal", 5 << 17, 5).view(torch.uint8)
-    peer = PeerBuffer.of(theirs, token := draw_token(0))
-    assert token.value == peer.token  # and held until all is read
-    sizes = [0, 1, 63, 64, 4096, 5000, 1 << 18, (1 << 18) + 1, (1 << 19) + 4099]
-    memory = torch.zeros(sum(sizes) + 64 * len(sizes), dtype=torch.uint8)
-    copies, at = [], 1
-    for i, size in enumerate(sizes):
-        staged = min(37 * i, len(theirs) - size)
-        copies.append(CodeCopy(memory[at : at + size], staged, None if i == 5 else 4093 * i))
-        at += size + i
-    for sums in (None, torch.zeros(len(sizes), dtype=torch.int64)):
-        memory.zero_()
-        launch = backend.read_codes(copies, *([] if sums is None else [sums]))
-        launch(peer)
-        expected = torch.zeros_like(memory)
-        for copy in copies:
-            begin = copy.codes.data_ptr() - memory.data_ptr()
-            size = len(copy.codes)
-            expected[begin : begin + size] = theirs[copy.staged : copy.staged + size]
-        assert torch.equal(memory, expected)
-    wanted = [0 if c.first is None else int(digest(c.codes, c.first)) for c in copies]
-    assert sums is not None
-    assert sums.tolist() == wanted
-    for wrong in (peer._replace(token=peer.token ^ 1), peer._replace(address=1)):
-        with pytest.raises(OSError):
-            launch(wrong)
-    launch(peer)
 
 
 @pytest.fixture(scope="module")

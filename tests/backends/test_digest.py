@@ -5,15 +5,11 @@ import math
 import pytest
 import torch
 
-import zerocast
 from tests.support.compiled import COMPILED, on_every_backend
-from tests.support.instruction_sets import ISAS
-from tests.support.values import draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.numerics import Backend, DigestedBytes
 from zerocast.tensors.digest import digest
-from zerocast.tensors.post_gather import Rebuild, prepare_rebuild
 
 MOD = 2**64
 RANGES = [(0, 0), (0, 1), (3, 2), (1, 70), (4092, 9), (4095, 4098), (64, 4096), (12_289, 5000),
@@ -114,66 +110,6 @@ def test_the_reference_and_many_threads(expected: list[int]) -> None:
         ranges = [DigestedBytes(data, 0), DigestedBytes(data[1:], 4093)]
         CpuBackend(threads=threads).digest(ranges, each)()
     assert torch.equal(*sums)
-
-
-@pytest.mark.parametrize("isa", [None, *ISAS])
-def test_totals_of_parts(isa: str | None) -> None:
-    """Each is the sum of its parts, modulo 2^64, step after step; one that has none stays."""
-    sums = torch.tensor([2**63 - 1, 3, -7, 2**62])
-    parts = list(zip(sums[:, None], (2, 2, 0, 2), strict=True))
-    totals = torch.full((3,), 5)
-    backend = ReferenceBackend() if isa is None else CpuBackend(isa)
-    launch = backend.total_digests(parts, totals)
-    for change in (0, 1):
-        sums += change
-        launch()
-        expected = [int(sums[2]), 5, sum(map(int, sums[[0, 1, 3]]))]
-        assert [each % MOD for each in totals.tolist()] == [each % MOD for each in expected]
-
-
-# Rows of bytes that are whole lines of a digest, of which some cross a row of its keys in a line's
-# neighbour; and others, of which none is taken.
-CODES = [
-    ("block", (257, 192)),
-    ("current", (70, 4160)),
-    ("block", (17, 64)),
-    ("nvfp4", (48, 2944)),
-    ("nvfp4", (3, 32, 128)),
-    ("current", (5, 2, 64)),
-    ("nvfp4", (48, 80)),
-    ("block", (9, 65)),
-]
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("recipe", "shape"), CODES)
-def test_codes_that_are_transposed(
-    recipe: str, shape: tuple[int, ...], isa: str, threads: int
-) -> None:
-    """Their digests, of each matrix in its place, and the same copies as without."""
-    master = draw_values("normal", torch.Size(shape).numel(), 3).view(shape)
-    weight = zerocast.quantize(master, recipe).quantized_storage
-    copies = {name: weight.buffers[name].clone() for name in weight.derived_names}
-    for name in copies:
-        weight.buffers[name].view(torch.uint8).fill_(1)
-    matrices = weight.matrices
-    digested = dict.fromkeys(matrices, weight)
-    (launch,) = prepare_rebuild(matrices, CpuBackend(isa, threads), digested=digested)
-    assert isinstance(launch, Rebuild)
-    for _ in range(2):
-        launch()
-    for name, copy in copies.items():
-        assert torch.equal(weight.buffers[name].view(torch.uint8), copy.view(torch.uint8))
-    codes = weight.buffers["rowwise_data"].view(-1).view(torch.uint8)
-    base, each = codes.data_ptr(), len(codes) // len(matrices)
-    whole_lines = codes.numel() // torch.Size(shape[:-1]).numel() % 64 == 0
-    if not whole_lines:
-        assert launch.ranges == [None]
-        assert launch.sums.tolist() == [0]
-        return
-    assert launch.ranges == [(base, at, at + each) for at in range(0, len(codes), each)]
-    assert launch.sums.sum() == digest(codes)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,10 @@ from zerocast.backends.tables import (
     adamw_row,
     cast_row,
     comparison_row,
-    copy_rows,
+    copy_row,
     dequantize_row,
     digest_rows,
     numerics_fields,
-    part_rows,
-    peer_row,
     runs_row,
     scale_row,
     transpose_row,
@@ -42,17 +40,15 @@ from zerocast.numerics import (
     MXNumerics,
     NVFP4Numerics,
     Rounding,
-    TakenDigest,
     TensorOperand,
 )
-from zerocast.peer_memory import PeerBuffer, draw_token
 
 SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
 ONE = torch.zeros(1)
 CHANGES = Changes(ONE, ONE, ONE)
 COMPARISON = Comparison(ONE, ONE, 0, CHANGES)
-FULL = replace(plane(GRID, ONE, ONE, ONE), digest=TakenDigest(0, ONE))
+FULL = plane(GRID, ONE, ONE, ONE)
 COPY = plane(GRID, None, ONE, ONE, Source.ROWWISE)
 BARE = operand(GRID, scale_inv=ONE)
 
@@ -90,11 +86,7 @@ WRITERS = {
     ),
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
-    "DigestPart": lambda o: part_rows([(ONE, 0)], ONE, address)[0],
-    "CopyTarget": lambda o: copy_rows([CodeCopy(ONE, 0, None if o is BARE else 0)], ONE, address)[
-        0
-    ],
-    "PeerBuffer": lambda o: peer_row(PeerBuffer.of(ONE, draw_token(0))),
+    "CopyTarget": lambda o: copy_row(CodeCopy(ONE, 0), address),
     "Comparison": lambda o: comparison_row(COMPARISON, address),
     "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),

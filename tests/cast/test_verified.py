@@ -284,9 +284,6 @@ class Astray(RecordingCommunicator):
 
         return changed
 
-    def start_all_gather_by(self, buffer: torch.Tensor, counts: Any, copies: Any) -> Any:
-        return self.start_all_gather_(buffer, counts)
-
 
 @pytest.mark.parametrize("mode", ["hash", "full"])
 def test_whoever_gathers_other_masters_judges_nobody(

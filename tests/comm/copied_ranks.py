@@ -1,5 +1,5 @@
 """Two ranks that are copies of one process which had imported zerocast gather large parts. Each
-prints whether it was shown the other's memory, whether it still is, and how many bytes are wrong.
+prints whether it reads the other's memory before and after, and how many bytes are wrong.
 
 Arguments: a file for a store of torch's, and what the copies are:
     processes   forked: others for the system
@@ -28,15 +28,15 @@ def rank(number: int) -> int:
     dist.init_process_group("gloo", init_method=f"file://{STORE}", rank=number, world_size=2)
     comm = TorchDistributedCommunicator(dist.group.WORLD)
     comm.maxima([0])
-    shown = comm.shows_parts(2 << 21)
+    shown = comm._reads_memory(2 << 21)
     wrong = 0
     for turn in range(2):
         whole = (torch.arange(2 << 21) * (turn + 3) % 251).to(torch.uint8)
         gathered = torch.zeros_like(whole)
         gathered.chunk(2)[number].copy_(whole.chunk(2)[number])
-        comm.start_all_gather_by(gathered, None, None)()
+        comm.all_gather_(gathered)
         wrong += int((gathered != whole).sum())
-    sys.stdout.write(f"rank {number}: {shown} {comm.shows_parts(2 << 21)} {wrong}\n")
+    sys.stdout.write(f"rank {number}: {shown} {comm._reads_memory(2 << 21)} {wrong}\n")
     sys.stdout.flush()
     comm.barrier()
     dist.destroy_process_group()

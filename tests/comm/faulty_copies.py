@@ -16,24 +16,22 @@ from zerocast.comm import (
     mpi_peers,
     processes,
 )
-from zerocast.comm.communicator import PlainCopies
-from zerocast.peer_memory import PeerBuffer
+from zerocast.peer_memory import PeerBuffer, read
 
 FAULT, KIND, STORE = sys.argv[1:]
+parts = 0
 
 
-class Copies(PlainCopies):
-    """Fails on rank 1 at its second part of the second gather, where that is the fault."""
-
-    parts = 0
-
-    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
-        self.parts += 1
-        if FAULT == "fails to copy" and comm.rank == 1 and self.parts == 4:
-            raise MemoryError("planted")
-        super().copy(rank, theirs)
+def faulty_read(peer: PeerBuffer, start: int, into: torch.Tensor) -> None:
+    """Fail on rank 1 at its second part of the second gather, where that is the fault."""
+    global parts
+    parts += 1
+    if FAULT == "fails to copy" and comm.rank == 1 and parts == 4:
+        raise MemoryError("planted")
+    read(peer, start, into)
 
 
+processes.read = faulty_read
 processes._LARGE = 1 << 16
 if FAULT != "is late":  # else the job is to last until it has come
     mpi_peers._LAST = 0.5
@@ -44,9 +42,8 @@ if KIND == "torch_distributed":
     comm = TorchDistributedCommunicator(dist.group.WORLD, timeout=1.0)
 assert comm.maxima([comm.rank]) == [comm.size - 1]
 buffer = torch.zeros(comm.size << 20, dtype=torch.uint8)
-copies = Copies(buffer, [1 << 20] * comm.size)
-comm.start_all_gather_by(buffer, None, copies)()
-assert copies.parts == comm.size - 1
+comm.all_gather_(buffer)
+assert parts == comm.size - 1
 said = "nothing"
 try:
     if comm.rank == 1 and FAULT == "raises":
@@ -55,7 +52,7 @@ try:
         time.sleep(1.5)
     if comm.rank == 1 and FAULT == "gathers less":
         buffer = buffer[: -comm.size].clone()
-    comm.start_all_gather_by(buffer, None, copies)()
+    comm.all_gather_(buffer)
     comm.barrier()
 except Exception as error:
     comm.announce(error)

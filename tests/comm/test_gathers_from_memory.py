@@ -11,8 +11,7 @@ import torch
 from tests.support.programs import on_mpi_ranks, run
 from tests.support.ranks import MPI_RANKS, PROCESSES, run_ranks
 from zerocast.comm import Communicator, MpiCommunicator, processes
-from zerocast.comm.communicator import PlainCopies
-from zerocast.peer_memory import PeerBuffer
+from zerocast.peer_memory import PeerBuffer, read
 
 on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
 on_every_kind = pytest.mark.parametrize("kind", PROCESSES)
@@ -33,25 +32,6 @@ def on_new_group(kind: str, ranks: int, body: Callable[[Any], Any], **options: A
     return run_ranks(kind, ranks, on_rank)
 
 
-class Noted(PlainCopies):
-    """Notes whose parts it has copied, and fails where that is told."""
-
-    def __init__(self, flat: torch.Tensor, counts: list[int], error: Exception | None = None):
-        super().__init__(flat, counts)
-        self.ranks: list[int] = []
-        self.error, self.discarded = error, 0
-
-    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
-        assert isinstance(theirs, PeerBuffer)
-        if self.error is not None:
-            raise self.error
-        super().copy(rank, theirs)
-        self.ranks.append(rank)
-
-    def discard(self) -> None:
-        self.discarded += 1
-
-
 PARTS = {
     "uneven": [700, 64, 1, 899],
     "empty": [0, 2500, 0, 65],
@@ -60,28 +40,36 @@ PARTS = {
 }
 
 
-def gathers(comm: Communicator, counts: list[int], errors: list[Exception | None]) -> list[Noted]:
-    """Gathers of a buffer each, at any address, begun together: in turn by copies that are noted,
-    by these on even ranks alone, and plainly. Returns the copies, once all bytes were there.
+def gathers(
+    comm: Communicator, counts: list[int], errors: list[Exception | None]
+) -> list[list[tuple[int, int]]]:
+    """Gathers of a buffer each, at any address, begun together; reading memory fails where an error
+    is given. Returns which parts each has read, where they begin and how long they are, once all
+    bytes were there.
     """
     wholes = [torch.arange(sum(counts) + i, dtype=torch.float64)[i:] for i in range(len(errors))]
     wholes = [(1e3 * whole.sin()).to(torch.uint8) for whole in wholes]
     memory = torch.zeros(len(errors), sum(counts) + len(errors) + 2, dtype=torch.uint8)
     gathered = [row[1 + i : sum(counts) + 1 + i] for i, row in enumerate(memory)]
-    noted, waits = [], []
-    for i, (buffer, whole, error) in enumerate(zip(gathered, wholes, errors, strict=True)):
-        buffer.split(counts)[comm.rank].copy_(whole.split(counts)[comm.rank])
-        noted.append(Noted(buffer, counts, error))
-        if i % 3 < 2:
-            copies = noted[i] if i % 3 == 0 or comm.rank % 2 == 0 else None  # not alike on all
-            waits.append(comm.start_all_gather_by(buffer, counts, copies))
-        else:
+    parts: list[list[tuple[int, int]]] = [[] for _ in errors]
+    waits = []
+
+    def noted(peer: PeerBuffer, start: int, into: torch.Tensor) -> None:
+        if errors[len(waits)] is not None:
+            raise errors[len(waits)]
+        read(peer, start, into)
+        parts[len(waits)].append((start, len(into)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "read", noted)
+        for buffer, whole in zip(gathered, wholes, strict=True):
+            buffer.split(counts)[comm.rank].copy_(whole.split(counts)[comm.rank])
             waits.append(comm.start_all_gather_(buffer, counts))
     for wait in reversed(waits):
         wait()
     assert all(map(torch.equal, gathered, wholes))
     assert not memory.sum() - sum(each.sum() for each in wholes)
-    return noted
+    return parts
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -93,18 +81,16 @@ def gathers(comm: Communicator, counts: list[int], errors: list[Exception | None
 def test_parts_are_copied_from_the_memory_of_others(
     parts: str, kind: str, options: dict[str, int], ranks: int
 ) -> None:
-    """Large ones, of any length, at any address, whoever copies them."""
+    """Large ones, of any length, at any address."""
     counts = PARTS[parts][:ranks]
 
-    def on_rank(comm: Communicator) -> bool:
+    def on_rank(comm: Any) -> bool:
         comm.maxima([0])  # since when they know that they share a node
-        noted = gathers(comm, counts, [None] * 3)
         is_large = sum(counts) >= 256 * ranks
         others = [(comm.rank + shift) % ranks for shift in range(1, ranks)] * is_large
-        assert noted[0].ranks == others
-        assert noted[1].ranks == (others if comm.rank % 2 == 0 else [])
-        assert not noted[2].ranks
-        assert comm.shows_parts(256 * ranks)
+        expected = [(sum(counts[:rank]), counts[rank]) for rank in others]
+        assert gathers(comm, counts, [None] * 3) == [expected] * 3
+        assert comm._reads_memory(256 * ranks)
         return is_large
 
     assert any(on_new_group(kind, ranks, on_rank, **options)) == (sum(counts) >= 256 * ranks)
@@ -113,15 +99,14 @@ def test_parts_are_copied_from_the_memory_of_others(
 @on_every_kind
 @on_ranks
 def test_where_a_rank_cannot_read_memory_the_transport_gathers(kind: str) -> None:
-    """From then on, for all, and what some have copied does not count."""
+    """From then on, for all, whatever some have copied."""
 
-    def on_rank(comm: Communicator) -> None:
+    def on_rank(comm: Any) -> None:
         comm.maxima([0])
         refused = PermissionError("planted") if comm.rank == 1 else None
-        noted = gathers(comm, [700] * MPI_RANKS, [None, None, None, refused, refused, None])
-        assert [each.discarded for each in noted] == [0, 0, 0, 1, 0, 0]
-        assert [len(each.ranks) for each in noted[3:]] == [3 * (comm.rank != 1), 0, 0]
-        assert not comm.shows_parts(1 << 30)
+        parts = gathers(comm, [700] * MPI_RANKS, [None, refused, refused, None])
+        assert list(map(len, parts)) == [3, 3 * (comm.rank != 1), 0, 0]
+        assert not comm._reads_memory(1 << 30)
 
     on_new_group(kind, MPI_RANKS, on_rank)
 
@@ -136,9 +121,9 @@ def test_ranks_of_several_nodes_do_not_look_for_memory(kind: str, shared: bool) 
         if not shared and comm.rank == 2:
             comm._peers._node += 1
         large = 256 * MPI_RANKS
-        found = [comm.shows_parts(large), comm.maxima([comm.rank]), comm.shows_parts(large)]
+        found = [comm._reads_memory(large), comm.maxima([comm.rank]), comm._reads_memory(large)]
         assert found == [False, [MPI_RANKS - 1], shared]
-        assert not comm.shows_parts(large - 1)
+        assert not comm._reads_memory(large - 1)
 
     on_new_group(kind, MPI_RANKS, on_rank)
 
@@ -158,9 +143,9 @@ def test_memory_that_is_not_the_hosts_is_the_transports(monkeypatch: pytest.Monk
 
     def on_torch(comm: Any) -> None:
         comm.maxima([0])
-        assert comm.shows_parts(4096)
+        assert comm._reads_memory(4096)
         monkeypatch.setitem(comm._backends, "cpu", "nccl")
-        assert not comm.shows_parts(4096)
+        assert not comm._reads_memory(4096)
         monkeypatch.undo()  # the group ends over gloo
 
     on_new_group("mpi", MPI_RANKS, on_mpi)

@@ -219,8 +219,9 @@ def test_launches_at_once_do_not_race(watched: Watched, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "subject"),
     [
-        (Mistake("casts", "cpu/digest_sum.h",
-                 "__atomic_fetch_add(sum, total, __ATOMIC_RELAXED)", "*sum += total"), "digests"),
+        (Mistake("casts", "cpu/digest.cpp",
+                 "__atomic_fetch_add(target.sum, digest, __ATOMIC_RELAXED)",
+                 "*target.sum += digest"), "digests"),
         (Mistake("casts", "cpu/plane_amax.h", "return num_threads > 1 &&", "return false &&"),
          "nvfp4"),
         (Mistake("casts", "cpu/launch.h", ": 128;", ": 1;"), "nvfp4"),

@@ -53,7 +53,7 @@ PHASES = {
     "optim.zero.check_shardable": "check_shardable",
     "tensors.cast_steps.CastSteps.run": "{}",
     "tensors.cast_steps.CastSteps.run_stage": "stage {}",
-    "cast.copied_digests.HeldDigests.of": "digests",
+    "cast.verified.Verification._numbers": "digests",
     "optim.inner.InnerOptimizer.step": "inner step",
     "optim.shards.ShardedWeights.store_plain": "store_plain",
 }
@@ -435,9 +435,6 @@ class Simulated(InProcessCommunicator):
                 each.copy_(whole)
 
         return self.begin("all_gather_", (flat, flat.clone()), begin)
-
-    def start_all_gather_by(self, buffer: torch.Tensor, counts: Parts, copies: Any) -> Wait:
-        return self.start_all_gather_(buffer, counts)
 
 
 def caller() -> str:

@@ -32,7 +32,6 @@ from zerocast.numerics import (
     FusedOperand,
     Launch,
     LaunchOn,
-    LaunchOnPeer,
     LaunchUpdates,
     Masters,
     Numerics,
@@ -40,7 +39,6 @@ from zerocast.numerics import (
     Operands,
     SharedByte,
 )
-from zerocast.peer_memory import PeerBuffer
 
 
 class CpuBackend(ReferenceBackend):
@@ -60,7 +58,6 @@ class CpuBackend(ReferenceBackend):
 
     name = "cpu"
     notes_changes = True
-    digests_transposed = digests_cast = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()
@@ -138,16 +135,11 @@ class CpuBackend(ReferenceBackend):
         rows = [tables.dequantize_row(t, t.grid, _address) for t in operands]
         return self._launch("dequantize", numerics, rows, operands)
 
-    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
-        return self._copy_codes("stage_codes", copies, sums)
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        return self._copy_codes("stage_codes", copies)
 
-    def store_codes(
-        self,
-        copies: Sequence[CodeCopy],
-        shared: Sequence[SharedByte],
-        sums: torch.Tensor | None = None,
-    ) -> LaunchOn:
-        copy = self._copy_codes("store_codes", copies, sums)
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        copy = self._copy_codes("store_codes", copies)
         join = super().store_codes((), shared)
 
         def launch(buffer: torch.Tensor) -> None:
@@ -156,36 +148,14 @@ class CpuBackend(ReferenceBackend):
 
         return launch
 
-    def _copy_codes(
-        self, operation: str, copies: Sequence[CodeCopy], sums: torch.Tensor | None
-    ) -> LaunchOn:
-        rows = tables.copy_rows(copies, sums, _address)
-        launch = self._launch(operation, None, rows, (copies, sums))
+    def _copy_codes(self, operation: str, copies: Sequence[CodeCopy]) -> LaunchOn:
+        rows = [tables.copy_row(copy, _address) for copy in copies]
+        launch = self._launch(operation, None, rows, copies)
         return lambda buffer: launch(_table([[_address(buffer)]]))
-
-    def read_codes(
-        self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None
-    ) -> LaunchOnPeer:
-        rows = tables.copy_rows(copies, sums, _address)
-        launch = self._launch("read_codes", None, rows, (copies, sums))
-
-        def read(peer: PeerBuffer) -> None:
-            table = _table([tables.peer_row(peer)])
-            launch(table)
-            if number := table[-1]:
-                raise OSError(number, os.strerror(number))
-
-        return read
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, _address)
         return self._launch("digest", None, rows, (ranges, sums))
-
-    def total_digests(
-        self, parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor
-    ) -> Launch:
-        rows = tables.part_rows(parts, totals, _address)
-        return self._launch("total_digests", None, rows, (parts, totals))
 
     def compare(self, comparisons: Sequence[Comparison]) -> Launch:
         rows = [tables.comparison_row(each, _address) for each in comparisons]

@@ -34,7 +34,6 @@ from zerocast.numerics import (
     PlaneBuffers,
     TensorOperand,
 )
-from zerocast.peer_memory import PeerBuffer
 
 Address = Callable[[torch.Tensor | None], int]
 """A tensor's address, 0 where there is none, or BackendError where the backend cannot take it."""
@@ -124,10 +123,9 @@ def cast_row(
         shard.whole.end,
         NOMINALS[shard.round_to],
         shard.codes_start,
-        first.digest.first if first.digest else 0,
         address(shard.tensor_amax),
         *code_fields(first, grid, address),
-        *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 7),
+        *(code_fields(second[0], second[0].plane.grid, address) if second else [0] * 6),
         *delayed_fields(shard, address),
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
@@ -160,13 +158,7 @@ def adamw_numbers(numbers: AdamWNumbers) -> tuple[int, ...]:
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
     """CodePlane, seen under ``grid``."""
     amax = _from_block_0(address(buffers.block_amax), buffers.first_block, 4)
-    digest = buffers.digest
-    return [
-        *grid_fields(grid),
-        amax,
-        address(buffers.codes),
-        address(digest.sum if digest else None),
-    ]
+    return [*grid_fields(grid), amax, address(buffers.codes)]
 
 
 def _from_block_0(address: int, first_block: int, nbytes: int) -> int:
@@ -276,7 +268,6 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
         address(second.codes),
         *plane_fields(first, address),
         *plane_fields(second, address),
-        *((first.digest.first, address(first.digest.sum)) if first.digest else (0, 0)),
     ]
 
 
@@ -299,29 +290,9 @@ def digest_rows(
     ]
 
 
-def part_rows(
-    parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor, address: Address
-) -> list[list[int]]:
-    """DigestPart of each part."""
-    base = address(totals)
-    return [[address(part), base + 8 * at] for part, at in parts]
-
-
-def copy_rows(
-    copies: Sequence[CodeCopy], sums: torch.Tensor | None, address: Address
-) -> list[list[int]]:
-    """CopyTarget of each copy."""
-    base = address(sums)
-    return [
-        [address(copy.codes), copy.staged, len(copy.codes), *digest]
-        for i, copy in enumerate(copies)
-        for digest in [(copy.first, base + 8 * i) if base and copy.first is not None else (0, 0)]
-    ]
-
-
-def peer_row(peer: PeerBuffer) -> list[int]:
-    """PeerBuffer, without an error."""
-    return [*peer, 0]
+def copy_row(copy: CodeCopy, address: Address) -> list[int]:
+    """CopyTarget."""
+    return [address(copy.codes), copy.staged, len(copy.codes)]
 
 
 def comparison_row(target: Comparison, address: Address) -> list[int]:

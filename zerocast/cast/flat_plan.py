@@ -22,15 +22,13 @@ The third takes one short look at each weight, like the step of an optimizer tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from zerocast.cast.plan import CastPlan
 from zerocast.layout import round_up
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.digest import TakenDigests
-from zerocast.untraced import untraced
 
 ALIGNMENT = 256
 """Bytes between the places of tensors in an allocation: no less than torch's own alignment."""
@@ -45,19 +43,6 @@ class FlatPlan(CastPlan):
     def casts(self) -> int:
         """The number of casts that have written weights: all of their writes but others'."""
         return self._version.ticks
-
-    def take_digests_of_own(self, places: Collection[int]) -> None:
-        """Let digests be taken of what this rank casts of the weights at ``places``: their maker
-        gathers them where they are, and takes those of what is received.
-        """
-        self._prepared.take_digests_of_own(places)
-
-    @untraced
-    def rebuild_copies(self) -> Sequence[TakenDigests]:
-        """:meth:`post_all_gather_processing`; return the digests of codes that it took, for
-        :meth:`verify`.
-        """
-        return self._rebuild_copies()
 
 
 def allocate_together(

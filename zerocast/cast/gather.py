@@ -16,7 +16,7 @@ keeps it by itself, and lends it to others meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,6 @@ import torch
 from zerocast.backends import backend_for
 from zerocast.cast.addresses import addresses_of, one_of_each_storage
 from zerocast.cast.consistency import raise_in_all
-from zerocast.cast.copied_digests import CopiedDigests, CopiesInPlace
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Attempt, Communicator, alone
 from zerocast.errors import InputError
@@ -32,7 +31,6 @@ from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.digest import TakenDigests
 
 PLANES = ("rowwise_data", "columnwise_data")
 """The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
@@ -112,8 +110,6 @@ class CodeGather:
     Attributes:
         is_flat: whether one tensor of each storage is looked at; see
             :mod:`zerocast.cast.flat_plan`.
-        takes_digests: whether the digests of what is copied are taken on the way, on a CPU.
-        digested: the addresses of weights' codes; of those this rank's own are not digested again.
     """
 
     def __init__(
@@ -131,7 +127,6 @@ class CodeGather:
         self._backend = backend_for(self._device)
         self._chunks: list[_Chunk] = []
         self._counts = [0] * comm.size
-        sent: list[list[tuple[slice, int]]] = [[] for _ in self._counts]
         gathers = [plane in spec.storage.gathered for spec in specs]
         formats = [spec.storage.form.numerics.fmt for spec in specs]
         offset = 0
@@ -141,17 +136,14 @@ class CodeGather:
                 staged = slice(offset, offset + last - first)
                 self._chunks.append(_Chunk(rank, i, Extent(start, end), first, last, staged))
                 self._counts[rank] += last - first
-                sent[rank].append((staged, first))
                 offset = staged.stop
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
         self._seen: list[torch.Tensor] = []
         self._addresses: list[int] = []
         # What is decided for codes at these addresses.
-        self.is_flat = self.takes_digests = self._is_decided = False
-        self.digested: Collection[int] = ()
+        self.is_flat = self._is_decided = False
         self._in_place: torch.Tensor | None = None
-        self._in_place_copies = CopiesInPlace(sent)
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
         self.look()
@@ -171,26 +163,6 @@ class CodeGather:
             self._seen = one_of_each_storage(self._seen)
             self._addresses = []  # they say too little of what was replaced
 
-    def are_in(self, read: Mapping[int, int]) -> bool:
-        """Whether all of the weights' codes are read by others: as many bytes, by address."""
-        sizes = [(codes, codes.numel()) for codes in self._codes if codes is not None]
-        return all(read.get(codes.data_ptr(), 0) == size for codes, size in sizes)
-
-    @property
-    def weights(self) -> list[QuantizedStorage]:
-        """Those whose codes it gathers."""
-        return [spec.storage for spec in self._specs if self._plane in spec.storage.gathered]
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether codes pass through a staging buffer, as they lie now."""
-        return not self.lacks_codes and self._find_in_place() is None
-
-    @property
-    def shows_parts(self) -> bool:
-        """Whether the transport shows the parts of others."""
-        return self._comm.shows_parts(sum(self._counts))
-
     @property
     def lacks_codes(self) -> bool:
         """Whether a weight holds no codes to receive the gathered ones."""
@@ -208,11 +180,9 @@ class CodeGather:
         """
         with alone():
             buffer = self._filled()
-            if is_in_place := buffer is self._in_place:
-                copies = self._in_place_copies.begin(buffer, takes_digests=self.takes_digests)
-        if is_in_place:
-            return self._comm.start_all_gather_by(buffer, self._counts, copies)
         wait = self._comm.start_all_gather_(buffer, self._counts)
+        if buffer is self._in_place:
+            return wait
 
         def end() -> None:
             wait()
@@ -245,8 +215,7 @@ class CodeGather:
         if buffer is not None and not self._is_cast_elsewhere:
             return buffer
         if self._stage is None:
-            own = self._own_copies()
-            self._stage = self._copying(own, lambda *s: self._backend.stage_codes(own, *s))
+            self._stage = self._backend.stage_codes(self._own_copies())
         if buffer is None:
             buffer = self._staging(sum(self._counts))
         self._stage(buffer)
@@ -269,22 +238,8 @@ class CodeGather:
         """Store what ``staging`` holds, but for what stands there already."""
         self._follow()
         if self._store is None:
-            copies, shared = self._received()
-            self._store = self._copying(
-                copies, lambda *sums: self._backend.store_codes(copies, shared, *sums)
-            )
+            self._store = self._backend.store_codes(*self._received())
         self._store(staging)
-
-    def _copying(self, copies: Sequence[CodeCopy], prepare: Callable[..., LaunchOn]) -> LaunchOn:
-        if self.takes_digests and self._device.type == "cpu":
-            return CopiedDigests(copies, prepare)
-        return prepare()  # without sums there are no digests
-
-    @property
-    def copied(self) -> list[TakenDigests]:
-        """The digests of what the latest :meth:`start` has copied, where it took some."""
-        staged = [each for each in (self._stage, self._store) if isinstance(each, CopiedDigests)]
-        return [*staged, *(self._in_place_copies.copied if self._in_place is not None else ())]
 
     def _follow(self) -> None:
         """Forget what was prepared for codes that have moved since."""
@@ -296,7 +251,7 @@ class CodeGather:
             self._in_place = self._stage = self._store = None
 
     def _own_copies(self) -> list[CodeCopy]:
-        """What this rank sends; digests are of whole bytes that stay in the weights."""
+        """What this rank sends."""
         copies = []
         for chunk in self._chunks:
             if chunk.rank == self._comm.rank:
@@ -306,14 +261,8 @@ class CodeGather:
                     continue
                 if self._in_place is not None:
                     continue
-                head, tail = self._cut_bytes(chunk)
-                flat = self._flat(chunk.weight)
-                ends = [chunk.first, chunk.first + head, chunk.last - tail, chunk.last]
-                first = None if flat.data_ptr() in self.digested else ends[1]
-                for begin, end, place in zip(ends, ends[1:], (None, first, None), strict=False):
-                    if begin < end:
-                        whole = flat[begin:end]
-                        copies.append(CodeCopy(whole, chunk.staged.start + begin - ends[0], place))
+                own = self._flat(chunk.weight)[chunk.first : chunk.last]
+                copies.append(CodeCopy(own, chunk.staged.start))
         return copies
 
     def _lies_in_place(self, codes: torch.Tensor, chunk: _Chunk) -> bool:
@@ -336,7 +285,7 @@ class CodeGather:
             first, last = chunk.first + head, chunk.last - tail
             if stored and first < last:
                 whole = self._flat(chunk.weight)[first:last]
-                copies.append(CodeCopy(whole, chunk.staged.start + head, first))
+                copies.append(CodeCopy(whole, chunk.staged.start + head))
             if head:
                 halves.setdefault((chunk.weight, chunk.first), {})["high"] = chunk.staged.start
             if tail:

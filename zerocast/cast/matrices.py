@@ -46,10 +46,6 @@ class Matrices:
             found += _matrices(spec) if spec.storage.stack else [spec]
         return found
 
-    def weights(self) -> list[QuantizedStorage]:
-        """Return for each matrix the weight that it is of."""
-        return [spec.storage for spec, of in zip(self._specs, self._of, strict=True) for _ in of]
-
     def places(self, groups: Mapping[Communicator, Sequence[int]]) -> dict[Communicator, list[int]]:
         """Return, by group, the places of the matrices of the weights at the places given."""
         return dict(zip(groups, self.of_each(groups.values()), strict=True))

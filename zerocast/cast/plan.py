@@ -36,7 +36,6 @@ from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor
-from zerocast.tensors.digest import TakenDigests
 from zerocast.uncopied import Uncopied
 from zerocast.untraced import untraced
 
@@ -224,17 +223,14 @@ class CastPlan(Uncopied):
             self._prepared.start_scales()()
             self._version.has_scales = True
             self.end_writing("all-gather")
-            rebuilt = self._rebuild_copies()
-            copied = [digests for each in self._gathers for digests in each.copied]
-            self._verification.check(self.step, [*rebuilt, *copied])
+            self._rebuild_copies()
+            self._verification.check(self.step)
 
     @untraced
-    def verify(self, taken: Sequence[TakenDigests] = ()) -> None:
-        """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves.
-        What digests have just been ``taken`` of is not read again.
-        """
+    def verify(self) -> None:
+        """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves."""
         with announcing(self._comms):
-            self._verification.check(self.step, taken)
+            self._verification.check(self.step)
 
     @untraced
     def all_gather_scales(self) -> None:
@@ -322,10 +318,9 @@ class CastPlan(Uncopied):
         self._prepared.steps.run("partial_cast")
         self._version.end("cast")
 
-    def _rebuild_copies(self) -> Sequence[TakenDigests]:
-        taken = self._prepared.rebuild_copies()
+    def _rebuild_copies(self) -> None:
+        self._prepared.rebuild_copies()
         self._version.mark_rebuilt()
-        return taken
 
     # --- planning ---
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,7 +38,6 @@ from zerocast.tensors import (
     rebuild_derived,
 )
 from zerocast.tensors.cast_steps import CastSteps
-from zerocast.tensors.digest import TakenDigests
 
 
 @contextmanager
@@ -111,8 +109,7 @@ class PreparedCast:
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
-        self._is_in_graph = self._takes_digests = False
-        self._gathered_elsewhere: Collection[int] = ()
+        self._is_in_graph = False
         self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
         self._check_overlap(master_weights)
         self.bind(master_weights)
@@ -169,34 +166,6 @@ class PreparedCast:
             finally:
                 self.bind([None] * len(self._specs))
 
-    def take_digests(self) -> None:
-        """Let digests be taken of codes on their way: of those that are staged, as they are
-        copied; of others as a rank casts its own, and by gathers that see what they receive; or
-        else as derived copies are made of all.
-        """
-        self._takes_digests = True
-        self._take_digests()
-
-    def take_digests_of_own(self, places: Collection[int]) -> None:
-        """See :meth:`zerocast.cast.flat_plan.FlatPlan.take_digests_of_own`."""
-        self._gathered_elsewhere = places
-        self._prepare()
-
-    def _take_digests(self) -> None:
-        gathers = [] if self._is_flat else self._collectives.code_gathers
-        staged = {weight for each in gathers if each.is_staged for weight in each.weights}
-        shown = {weight for each in gathers if each.shows_parts for weight in each.weights}
-        shown |= {self._specs[i].storage for i in self._gathered_elsewhere}
-        self.steps.take_digests(self._matrices.weights(), staged, shown - staged)
-        read = Counter[int]()
-        for begin, first, end in filter(
-            None, (r for each in self.steps.rebuilt for r in each.ranges)
-        ):
-            read[begin] += end - first
-        for gather in gathers:
-            gather.takes_digests = not gather.are_in(read)
-            gather.digested = self.steps.cast_digested
-
     def divide(self, stages: Sequence[Sequence[int]]) -> None:
         """Let each of ``stages``, places of weights, be cast by itself."""
         self._stages = self._matrices.of_each(stages)
@@ -241,16 +210,13 @@ class PreparedCast:
         self.steps.run("expand_scales")
 
     @alone()
-    def rebuild_copies(self) -> Sequence[TakenDigests]:
-        """Rebuild the derived copies of all weights from their gathered codes; return the digests
-        of codes that were taken of these and by the cast.
-        """
+    def rebuild_copies(self) -> None:
+        """Rebuild the derived copies of all weights from their gathered codes."""
         if self.addresses.hold_other_copies():  # as functional calls do; the next cast is refused
             rebuild_derived(spec.storage for spec in self._specs)
-            return []
+            return
         self.follow_moves()
         self.steps.run("transpose")
-        return self.steps.digests()
 
     # --- the first step of a cast ---
 
@@ -346,8 +312,6 @@ class PreparedCast:
             compact=self._collectives.compact,
             stages=self._stages,
         )
-        if self._takes_digests:
-            self._take_digests()
 
 
 def _try_function(storage: QuantizedStorage) -> bool:

@@ -7,15 +7,9 @@ the step: one all-reduce of two integers. It sees whatever makes the bytes of on
 those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
 stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
 step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
-gathered it. Copies that each rank derives for itself are not compared. On a CPU, a digest is taken
-from registers through which codes pass anyway, or from a cache: as an all-gather copies codes, or
-receives them where they stay, in pieces (:mod:`zerocast.cast.copied_digests`); then a rank's own
-are digested as it casts them (:class:`zerocast.tensors.cast_steps.CastDigests`). Where a transport
-shows nothing of what it writes, it is taken as derived copies are made
-(:class:`zerocast.tensors.post_gather.Rebuild`). A byte that
-changes after that and before the ranks compare is found by the next comparison that reads it from
-memory, not by this one. A rank's own byte that changes before others gather it is found: theirs
-differ from what it cast.
+gathered it, nor what changed in its owner's memory between the cast and the gather. Copies that
+each rank derives for itself are not compared. Digests are read from memory after the gather, so
+they are of what ranks hold when they compare.
 
 ``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
 the number of the step): the ranks gather its masters, each casts it whole by the reference, and
@@ -48,7 +42,6 @@ import torch
 from zerocast.arguments import check_choice, why_no_memory
 from zerocast.cast.capture import is_captured
 from zerocast.cast.consistency import agree_in_all, raise_in_all
-from zerocast.cast.copied_digests import HeldDigests
 from zerocast.cast.fault_file import write_fault
 from zerocast.cast.prepared_cast import PreparedCast
 from zerocast.cast.shard_spec import ShardSpec
@@ -65,7 +58,7 @@ from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.digest import TakenDigests
+from zerocast.tensors.digest import RepeatedDigests
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 
@@ -104,14 +97,12 @@ class Verification:
         self._mode, self._weights, self._masters = mode, weights, masters
         self._tp_comms = list(tp_comms)
         self._comms = [*weights, *self._tp_comms]
-        # By whether a gather has taken some on its way: who also calls verify() has both prepared.
-        self._digests = {comm: (HeldDigests(), HeldDigests()) for comm in weights}
+        self._digests = {comm: RepeatedDigests() for comm in weights}
         # What is compared, while no buffer of any weight is another tensor.
         self._version, self._tensors = -1, dict[Communicator, list[torch.Tensor]]()
 
-    def check(self, step: int, taken: Sequence[TakenDigests] = ()) -> None:
-        """Compare, in step number ``step``; nothing where the mode is "off". What digests
-        were ``taken`` of just now is not read again.
+    def check(self, step: int) -> None:
+        """Compare, in step number ``step``; nothing where the mode is "off".
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph.
@@ -129,7 +120,7 @@ class Verification:
         votes = [(comm, 1 + step % _MOST) for comm in self._tp_comms]
         attempt = Attempt()
         with attempt:
-            numbers = {comm: self._numbers(comm, taken) for comm in self._weights}
+            numbers = {comm: self._numbers(comm) for comm in self._weights}
             votes += [(comm, _vote(step, numbers[comm])) for comm in self._weights]
         if attempt.error is not None:
             votes = [(comm, 0) for comm in self._comms]
@@ -140,8 +131,8 @@ class Verification:
 
     # --- digests ---
 
-    def _numbers(self, comm: Communicator, taken: Sequence[TakenDigests]) -> torch.Tensor:
-        """The digests of all buffers, weight by weight."""
+    def _numbers(self, comm: Communicator) -> torch.Tensor:
+        """The digests of all buffers, weight by weight, on the CPU until the next call."""
         if self._version != (version := QuantizedStorage.buffers_version):
             self._tensors = {
                 each: [tensor for weight in weights for tensor in _compared(weight)]
@@ -149,8 +140,7 @@ class Verification:
             }
             self._version = version
         tensors = self._tensors[comm]
-        digests = self._digests[comm][bool(taken)]
-        return digests.of(tensors, taken) if tensors else _NO_NUMBERS
+        return self._digests[comm].of(tensors).cpu() if tensors else _NO_NUMBERS
 
     def _explain(self, step: int, numbers: Mapping[Communicator, torch.Tensor]) -> None:
         """Raise what differs between ranks."""
@@ -264,8 +254,6 @@ def verification_of(
         tp_comms: the groups that hold tensor-parallel shards.
     """
     weights: dict[Communicator, list[HeldWeight]] = {comm: [] for comm in members}
-    if mode != "off":
-        prepared.take_digests()
     for comm, places in members.items() if mode != "off" else ():
         for at, i in enumerate(places):
             each = specs[i]

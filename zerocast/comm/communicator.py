@@ -16,44 +16,9 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.buffers import Parts
-from zerocast.peer_memory import PeerBuffer, read
 
 Wait: TypeAlias = Callable[[], None]
 """Returns when a collective that was begun is over; it is called once."""
-
-
-class PartCopies(ABC):
-    """What takes part in the copying of an all-gather of bytes, as far as the transport lets it."""
-
-    @abstractmethod
-    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
-        """Copy the part of ``rank`` from ``theirs``, that rank's buffer, into this one's.
-
-        Raises:
-            OSError: where it is a buffer of another process that this one cannot read.
-        """
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Take note that the transport writes all parts itself after all."""
-
-
-class PlainCopies(PartCopies):
-    """Copies the parts of ``flat``, uint8, which are ``chunks`` bytes each."""
-
-    def __init__(self, flat: torch.Tensor, chunks: Sequence[int]) -> None:
-        self._flat, self._chunks = flat, chunks
-
-    def copy(self, rank: int, theirs: torch.Tensor | PeerBuffer) -> None:
-        start = sum(self._chunks[:rank])
-        part = slice(start, start + self._chunks[rank])
-        if isinstance(theirs, PeerBuffer):
-            read(theirs, start, self._flat[part])
-        else:
-            self._flat[part].copy_(theirs[part])
-
-    def discard(self) -> None:
-        pass
 
 
 class Communicator(ABC):
@@ -140,21 +105,6 @@ class Communicator(ABC):
         """
         self.all_gather_(buffer, counts)
         return nothing_to_wait_for
-
-    def start_all_gather_by(
-        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
-    ) -> Wait:
-        """:meth:`start_all_gather_` of bytes, which other ranks may call instead. Of a large buffer
-        on the CPU a transport that has the other ranks' buffers at hand lets ``copies`` copy the
-        others' parts; nobody writes this rank's meanwhile.
-        """
-        return self.start_all_gather_(buffer, counts)
-
-    def shows_parts(self, size: int) -> bool:
-        """Whether :meth:`start_all_gather_by` of ``size`` bytes on the CPU lets ``copies`` take
-        part: the same on all ranks of a group that has reduced or agreed before.
-        """
-        return False
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
         """Sum ``buffer`` over all ranks, in their order; rank r's part of the sum becomes its

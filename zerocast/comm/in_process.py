@@ -14,6 +14,7 @@ hundreds of ranks with small tensors do not make hundreds of tiny operations eac
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 import reprlib
 import threading
@@ -27,14 +28,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.communicator import (
-    Communicator,
-    PartCopies,
-    Parts,
-    PlainCopies,
-    Wait,
-    nothing_to_wait_for,
-)
+from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout, name
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld, one_error
 from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
@@ -107,36 +101,23 @@ class InProcessCommunicator(Communicator, Uncopied):
         return list(self._rendezvous(call, lambda given: [*map(max, zip(*given, strict=True))]))
 
     def all_gather_(self, buffer: torch.Tensor, counts: Parts = None) -> None:
-        self._all_gather(buffer, counts)
-
-    def start_all_gather_by(
-        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
-    ) -> Wait:
-        self._all_gather(buffer, counts, copies)
-        return nothing_to_wait_for
-
-    def shows_parts(self, size: int) -> bool:
-        return size >= self.size * _GRAIN
-
-    def _all_gather(
-        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None = None
-    ) -> None:
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         detail = None if counts is None else tuple(counts)
         signature = _signature("all_gather_", buffer, detail)
-        if not self.shows_parts(flat.numel()):
-            start = sum(chunks[: self.rank])
-            mine = slice(start, start + chunks[self.rank])
+        ends = [0, *itertools.accumulate(chunks)]
+        parts = list(map(slice, ends, ends[1:]))
+        if flat.numel() < self.size * _GRAIN:
+            mine = parts[self.rank]
 
             def fill(result: torch.Tensor, tensors: list[torch.Tensor]) -> None:
                 result[mine] = flat[mine]
 
             flat.copy_(self._exchange(signature, flat, fill))
             return
-        call, copies = _Call(signature, flat), copies or PlainCopies(flat, chunks)
+        call = _Call(signature, flat)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
             if rank != self.rank:  # nobody writes the part that others read
-                copies.copy(rank, theirs)
+                flat[parts[rank]].copy_(theirs[parts[rank]])
             del theirs  # its rank may let go of it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
 

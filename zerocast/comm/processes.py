@@ -4,9 +4,8 @@ Here operands are checked, tensors brought into memory that the transport takes,
 started. A transport begins each collective, on bytes or, where values are reduced, on numbers.
 
 In a large all-gather among ranks of one node, each copies the others' parts out of their memory,
-which takes two small collectives: all tell where their buffers are, and all have read. A digest of
-what is copied is taken while it is in a cache. Where a rank may not read another's memory, the
-transport gathers.
+which takes two small collectives: all tell where their buffers are, and all have read. Where a rank
+may not read another's memory, the transport gathers.
 """
 
 from __future__ import annotations
@@ -20,17 +19,10 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.buffers import Exchange
-from zerocast.comm.communicator import (
-    Communicator,
-    PartCopies,
-    Parts,
-    PlainCopies,
-    Wait,
-    nothing_to_wait_for,
-)
+from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import alone, announcing
 from zerocast.comm.peers import MAXIMA, Begin, Peers
-from zerocast.peer_memory import PeerBuffer, draw_token
+from zerocast.peer_memory import PeerBuffer, draw_token, read
 from zerocast.uncopied import Uncopied
 
 _LARGE = 1 << 21
@@ -111,19 +103,6 @@ class ProcessCommunicator(Communicator, Uncopied):
             return super().start_all_gather_(buffer, counts)
         return self._start_all_gather(self._settled(flat), chunks)
 
-    def start_all_gather_by(
-        self, buffer: torch.Tensor, counts: Parts, copies: PartCopies | None
-    ) -> Wait:
-        flat, chunks = buffers.gather_operands(buffer, counts, self.size)
-        if not flat.is_cpu or not self._is_sent(flat):
-            return self.start_all_gather_(buffer, counts)
-        return self._start_all_gather(flat, chunks, copies)
-
-    def shows_parts(self, size: int) -> bool:
-        if size < self.size * _LARGE or not self._compares:
-            return False
-        return self._peers.share_node and self._peers.reads_memory
-
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
@@ -155,20 +134,24 @@ class ProcessCommunicator(Communicator, Uncopied):
     def announce(self, error: BaseException) -> None:
         self._peers.announce(error)
 
-    def _start_all_gather(
-        self, flat: torch.Tensor, chunks: Sequence[int], copies: PartCopies | None = None
-    ) -> Wait:
+    def _start_all_gather(self, flat: torch.Tensor, chunks: Sequence[int]) -> Wait:
         text = _text_of_gather(flat, chunks)
-        if flat.is_cpu and self.shows_parts(flat.numel()):
-            copies = copies or PlainCopies(flat, chunks)
-            if self._gather_from_memory(text, flat, copies):
+        if flat.is_cpu and self._reads_memory(flat.numel()):
+            if self._gather_from_memory(text, flat, chunks):
                 return nothing_to_wait_for
             self._peers.reads_memory = False
-            copies.discard()
         return self._start(text, lambda: self._begin_all_gather(flat, chunks), flat)
 
-    def _gather_from_memory(self, text: str, flat: torch.Tensor, copies: PartCopies) -> bool:
-        """Let ``copies`` copy the parts of all others; return whether every rank could do that."""
+    def _reads_memory(self, size: int) -> bool:
+        """Whether ranks read ``size`` bytes on the CPU from each other's memory: the same on all
+        ranks of a group that has reduced or agreed before.
+        """
+        if size < self.size * _LARGE or not self._compares:
+            return False
+        return self._peers.share_node and self._peers.reads_memory
+
+    def _gather_from_memory(self, text: str, flat: torch.Tensor, chunks: Sequence[int]) -> bool:
+        """Copy the parts of all others; return whether every rank could do that."""
         told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
         own = PeerBuffer.of(flat, token := draw_token(self.rank))
         told[self.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
@@ -176,12 +159,13 @@ class ProcessCommunicator(Communicator, Uncopied):
         sizes = [as_bytes.shape[1]] * self.size
         begin = lambda: self._begin_all_gather(as_bytes.view(-1), sizes)  # noqa: E731
         self._start(text, begin, (flat, told, token))()
-        is_read = True
+        is_read, parts = True, flat.split(list(chunks))
         with announcing([self]), alone():
             try:
                 for shift in range(1, self.size):  # not all from the same one
                     rank = (self.rank + shift) % self.size
-                    copies.copy(rank, PeerBuffer(*told[rank].tolist()))
+                    start = sum(chunks[:rank])
+                    read(PeerBuffer(*told[rank].tolist()), start, parts[rank])
             except OSError:
                 is_read = False
         # Until all have read, this rank's part is not written, and none uses what it has read.

@@ -42,8 +42,6 @@ class CountingBackend:
         work: the sum of the launches of each operation, by its name.
     """
 
-    digests_transposed = digests_cast = False
-
     def __init__(self, name: str) -> None:
         self.name, self.reads_once = name, BACKENDS[name].reads_once
         self.work: dict[str, Work] = {}

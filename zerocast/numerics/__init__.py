@@ -14,11 +14,9 @@ weights, and allocates nothing.
     partial_cast    master shards, amaxes   -> this rank's codes, to the nibble
     stage_codes     this rank's codes       -> the buffer in which they travel (all-gather)
     store_codes     the gathered buffer     -> all ranks' codes, to the nibble
-    read_codes      another rank's buffer   -> its codes, where both are on one machine
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
     digest          bytes                   -> a number that changes with them
-    total_digests   digests of parts        -> those of whole tensors
     compare         elements, held ones     -> flags of what changed, its digest; held ones, stored
     runs            flags, elements         -> the elements that changed, as they travel
     adamw           masters, gradients      -> masters, updated, and the optimizer's state
@@ -37,7 +35,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 """
 
 from zerocast.numerics.adamw_numbers import AdamWNumbers, AdamWUpdate
-from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchOnPeer, LaunchUpdates
+from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchUpdates
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
@@ -64,6 +62,5 @@ from zerocast.numerics.operands import (
     PlaneBuffers,
     Rounding,
     SharedByte,
-    TakenDigest,
     TensorOperand,
 )

@@ -19,17 +19,12 @@ from zerocast.numerics.operands import (
     Operands,
     SharedByte,
 )
-from zerocast.peer_memory import PeerBuffer
 
 Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
 
 LaunchOn = Callable[[torch.Tensor], None]
 """The same of an operation on one further buffer, uint8 and contiguous, given to each launch."""
-
-LaunchOnPeer = Callable[[PeerBuffer], None]
-"""The same, of a buffer that belongs to another process."""
-
 
 LaunchUpdates = Callable[[Sequence[AdamWUpdate | None]], None]
 """The same of an operation that updates masters, which is given to each launch: by slot of
@@ -50,12 +45,6 @@ class Backend(Protocol):
     name: str
     notes_changes: bool
     """Whether its casts fill :attr:`TensorOperand.changes`."""
-    digests_transposed: bool
-    """Whether its transposes take :attr:`PlaneBuffers.digest` of the codes that they read."""
-    digests_cast: bool
-    """Whether :meth:`partial_amax_cast` takes it of the codes that it makes, and
-    :meth:`partial_cast` of all of a shard.
-    """
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast
@@ -122,43 +111,21 @@ class Backend(Protocol):
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make codes and scales of the second plane, which is derived, from the gathered ones of
-        the first; padding included. Without ``scale_inv`` of its own one scale serves both. Add to
-        ``digest``, where there is one, that of the codes.
+        the first; padding included. Without ``scale_inv`` of its own one scale serves both.
         """
 
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
 
-    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
-        """Copy codes into the buffer in which they travel, and add to each of ``sums``, int64
-        [len(copies)], the digest of a copy that has a ``first``, as :meth:`digest` does.
-        """
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        """Copy codes into the buffer in which they travel."""
 
-    def store_codes(
-        self,
-        copies: Sequence[CodeCopy],
-        shared: Sequence[SharedByte],
-        sums: torch.Tensor | None = None,
-    ) -> LaunchOn:
-        """Copy codes from there into the weights, with digests, and put shared bytes together."""
-
-    def read_codes(
-        self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None
-    ) -> LaunchOnPeer:
-        """Copy codes on the CPU from another process' buffer, with digests. Where it cannot be
-        read, the launch raises OSError.
-        """
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        """Copy codes from there into the weights, and put shared bytes together."""
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo
         2^64; see "Digests" in docs/NUMERICS.md.
-        """
-
-    def total_digests(
-        self, parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor
-    ) -> Launch:
-        """Make of ``totals``, int64 on the CPU, each that has ``parts`` their sum modulo 2^64. A
-        part is int64 [1], and has its place among ``totals``.
         """
 
     def compare(self, comparisons: Sequence[Comparison]) -> Launch:

@@ -158,20 +158,6 @@ class FourOverSixErrors:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenDigest:
-    """The digest of a matrix's codes, which a launch takes that reads or makes them anyway.
-
-    Attributes:
-        first: the place of the matrix's first byte in the whole weight's codes, a multiple of 64,
-            as for a transpose the rows of the matrix have to be.
-        sum: int64 [1] on the codes' device, to which it is added.
-    """
-
-    first: int
-    sum: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class PlaneBuffers:
     """One plane of a tensor, and its buffers; None is what the operations at hand do not use.
 
@@ -187,9 +173,6 @@ class PlaneBuffers:
         first_block: the number of the block that ``block_amax`` begins with.
         compact: the numerics' ``scale_dtype`` [plane.grid.num_blocks]: one scale a block, as they
             travel between ranks; what ``scale_inv`` is made from after the gather.
-        digest: that of ``codes``, where :meth:`Backend.transpose` reads them, and the backend
-            :attr:`~Backend.digests_transposed`; or of those that a launch casts, but of bytes in
-            which it does not cast all nibbles, and the backend :attr:`~Backend.digests_cast`.
     """
 
     plane: Plane
@@ -198,7 +181,6 @@ class PlaneBuffers:
     scale_inv: torch.Tensor | None = None
     first_block: int = 0
     compact: torch.Tensor | None = None
-    digest: TakenDigest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +190,10 @@ class CodeCopy:
     Attributes:
         codes: uint8 [bytes], contiguous.
         staged: their first byte in the buffer.
-        first: the place of the first in the whole weight's codes, where their digest is wanted.
     """
 
     codes: torch.Tensor
     staged: int
-    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.cast.copied_digests import CopiesInPlace
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.pending_all_gather import PendingAllGather
@@ -46,8 +45,6 @@ class Bucket:
         flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``; of the buckets
             that hold codes all in one allocation.
         pending: what uses of the weights wait for; None where the step does.
-        copies: by buffer of codes what copies its parts, where the transport lets it.
-        takes_digests: whether digests are taken on the way.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class Bucket:
     ) -> None:
         self.kind = kind
         self.pending: PendingAllGather | None = None
-        self.takes_digests = False
         self.members = members
         self.layout = FlatLayout(
             tuple(weights[i].param.numel() for i in members), comm.size, kind.alignment
@@ -68,7 +64,6 @@ class Bucket:
         self.first_column = first_column
         self.sizes = [kind.entries(self.layout.numel)] * kind.planes
         self.flats: list[torch.Tensor] = []
-        self.copies = [self._copies() for _ in self.sizes]
         self._member_sizes: torch.Tensor | None = None  # of one rank's range, when first asked
 
     def shards(self, rank: int) -> list[Shard]:
@@ -125,24 +120,8 @@ class Bucket:
         if self.pending is not None:
             self.pending.begin(map(comm.start_all_gather_, self.flats))
             return
-        for flat, copies in zip(self.flats, self.copies, strict=True):
-            if copies is None:
-                comm.all_gather_(flat)
-            else:
-                parts = copies.begin(flat, takes_digests=self.takes_digests)
-                comm.start_all_gather_by(flat, None, parts)()
-
-    def _copies(self) -> CopiesInPlace | None:
-        """What copies codes from other ranks, but for what pads them."""
-        if not self.kind.is_codes:
-            return None
-        entries = self.kind.entries
-        ranges: list[list[tuple[slice, int]]] = [[] for _ in range(self.layout.world_size)]
-        for extent in self.layout.weight_extents():
-            for owner, part in self.layout.owners(extent):
-                at = slice(entries(part.start), entries(part.end))
-                ranges[owner].append((at, at.start - entries(extent.start)))
-        return CopiesInPlace(ranges)
+        for flat in self.flats:
+            comm.all_gather_(flat)
 
 
 def fill_buckets(

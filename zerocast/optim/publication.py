@@ -12,7 +12,6 @@ from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.fused_adamw import FusedAdamW
 from zerocast.optim.param_groups import Param
 from zerocast.optim.shards import ShardedWeights
-from zerocast.tensors.digest import TakenDigests
 from zerocast.tensors.storage import counted_by_torch
 from zerocast.verification import verify as compare
 
@@ -60,7 +59,6 @@ class Publication:
         self._plan: FlatPlan | None = None
         self._written: list[torch.Tensor] = []  # of which torch counts the writes
         self._verified = 0  # the cast that was compared last
-        self._taken: list[TakenDigests] = []  # since then
         self._staged: StagedCast | None = None
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
@@ -79,17 +77,11 @@ class Publication:
             # All codes are views of one allocation, whose counter they share.
             params = [weight.param for weight in weights]
             self._written = counted_by_torch([*params, *shards.code_flats[:1]])
-            place = {i: at for at, i in enumerate(self._masters)}
-            coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
             if overlap_cast:
+                place = {i: at for at, i in enumerate(self._masters)}
+                coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
                 stages = [[place[i] for i in bucket.members] for bucket in coded]
                 self._staged = StagedCast(self._plan, stages)
-            elif verify != "off":  # what is waited for later is read then
-                shown = [each for each in coded if each.pending is None]
-                shown = [each for each in shown if shards.comm.shows_parts(each.sizes[0])]
-                for bucket in shown:
-                    bucket.takes_digests = True
-                self._plan.take_digests_of_own([place[i] for b in shown for i in b.members])
         elif verify != "off":
             raise InputError(
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "
@@ -125,7 +117,7 @@ class Publication:
             phases["all_gather"] = self._all_gather
         # Where uses of the weights wait for codes, that wait does it.
         if self._plan is not None and not self._shards.overlaps:
-            phases["post_all_gather_processing"] = self._rebuild_copies
+            phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
         return phases
 
     def _cast_and_all_gather(self, staged: StagedCast) -> None:
@@ -151,8 +143,7 @@ class Publication:
         Collective where it has not been done.
         """
         if self._plan is not None and self._verified != self._plan.step:
-            taken, self._taken = self._taken, []
-            self._plan.verify(taken)
+            self._plan.verify()
             if self._frozen:
                 compare(self._frozen, self._shards.comm)
             self._verified = self._plan.step  # not where ranks differ: the next call raises again
@@ -163,7 +154,7 @@ class Publication:
         compute_scale()
 
     def _all_gather(self) -> None:
-        self._taken = [*self._shards.all_gather()]
+        self._shards.all_gather()
         # What fails of these, every use of a weight raises, also of one that comes after it. After
         # an interrupt, which no use should raise again, the all-gather has not ended.
         late = iter([bucket for bucket in self._shards.buckets if bucket.pending is not None])
@@ -180,11 +171,6 @@ class Publication:
             self._plan.end_writing(_GATHER)
         if failure is not None:
             raise failure
-
-    def _rebuild_copies(self) -> None:
-        assert self._plan is not None, "it is a step of the plan"
-        rebuilt = self._plan.rebuild_copies()
-        self._taken = [*rebuilt, *self._taken]
 
     def fail(self, error: ZerocastError | None) -> None:
         """Let the phases raise ``error``, where there is one on this rank, on all ranks that can

@@ -31,7 +31,6 @@ from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.places import Places
 from zerocast.optim.stepped_weights import Weight, restart_master, restart_plain_master
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.digest import TakenDigests
 
 
 class ShardedWeights:
@@ -172,15 +171,11 @@ class ShardedWeights:
             if not bucket.kind.is_codes:
                 bucket.store(self.comm.rank, columns)
 
-    def all_gather(self) -> list[TakenDigests]:
-        """Gather every bucket that no use of a weight waits for; return the digests that were
-        taken.
-        """
-        gathered = [bucket for bucket in self.buckets if bucket.pending is None]
-        for bucket in gathered:
-            bucket.all_gather(self.comm)
-        every = [copies for bucket in gathered for copies in bucket.copies if copies is not None]
-        return [digests for copies in every for digests in copies.copied]
+    def all_gather(self) -> None:
+        """Gather every bucket that no use of a weight waits for."""
+        for bucket in self.buckets:
+            if bucket.pending is None:
+                bucket.all_gather(self.comm)
 
     def wait(self) -> None:
         """Return when every weight is gathered."""

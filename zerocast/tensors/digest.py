@@ -17,36 +17,6 @@ from zerocast.backends import backend_for
 from zerocast.numerics import DigestedBytes
 
 
-class TakenDigests:
-    """Digests that a launch takes of bytes that it reads anyway.
-
-    Args:
-        ranges: for each the address of its tensor, and of the bytes of this the first and the end;
-            None where no digest is taken.
-
-    Attributes:
-        sums: int64 [len(ranges)], on the CPU: the digests, of the latest launch.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, int, int] | None]) -> None:
-        self.ranges = ranges
-        with torch.inference_mode(False):
-            self.sums = torch.zeros(len(ranges), dtype=torch.int64, device="cpu")
-
-    def clear(self) -> None:
-        """Make all sums 0."""
-        clear_sums(self.sums)
-
-
-def clear_sums(sums: torch.Tensor) -> None:
-    """Make the sums of digests 0, int64 and contiguous."""
-    if sums.is_cpu:
-        # Where a cast has driven the code of torch out of the caches, its fill takes 20 us.
-        ctypes.memset(sums.data_ptr(), 0, sums.nbytes)
-    else:
-        sums.zero_()
-
-
 def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the digest of ``tensor``, a plain tensor of any dtype: int64 [] on its device. It is
     that of the bytes in the order of elements, the first of which is element ``start`` of the whole
@@ -61,32 +31,46 @@ def each_digest(
     """Return the digest of each tensor in one launch, int64 [len(tensors)]; all on one device, and
     at least one.
     """
-    return RepeatedDigests(tensors, starts).take()
+    return RepeatedDigests().of(tensors, starts)
 
 
 class RepeatedDigests:
-    """The digests of tensors that stay where they are, of which the launch is prepared once.
-
-    Args:
-        tensors, starts: as for :func:`each_digest`; a tensor that is not contiguous is copied here.
+    """The digests of some tensors, again and again: the launch is prepared once, and again where a
+    tensor has moved.
     """
 
-    def __init__(
+    def __init__(self) -> None:
+        self._addresses: list[int] | None = None
+
+    def of(
         self, tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None
-    ) -> None:
+    ) -> torch.Tensor:
+        """Return the digest of each tensor as it is, int64 [len(tensors)], until the next call.
+
+        Args:
+            tensors, starts: as for :func:`each_digest`; contiguous where they are given again.
+        """
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+        if addresses != self._addresses:
+            self._prepare(tensors, starts or [0] * len(tensors))
+            self._addresses = addresses
+        if self._sums.is_cpu:
+            # Where a cast has driven the code of torch out of the caches, its fill takes 20 us.
+            ctypes.memset(self._sums.data_ptr(), 0, self._sums.nbytes)
+        else:
+            self._sums.zero_()
+        self._launch()
+        return self._sums
+
+    @torch.inference_mode(False)  # what is made in it could not be written outside of it
+    def _prepare(self, tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         device = tensors[0].device
         self._sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
         ranges = [
             DigestedBytes(tensor.detach().contiguous(), start * tensor.itemsize)
-            for tensor, start in zip(tensors, starts or [0] * len(tensors), strict=True)
+            for tensor, start in zip(tensors, starts, strict=True)
         ]
         self._launch = backend_for(device).digest(ranges, self._sums)
-
-    def take(self) -> torch.Tensor:
-        """Return the digest of each tensor as it is, int64 [len(tensors)], until the next call."""
-        clear_sums(self._sums)
-        self._launch()
-        return self._sums
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -211,18 +211,11 @@ class CudaBackend(ReferenceBackend):
         )
         return self._tables.launch(kernel, rows, Cuts.of(ways), fields, operands)
 
-    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
-        copy = copy_codes(self._tables, self._address, copies, into_weights=False)
-        return self._with_digests(copy, copies, sums)
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
+        return copy_codes(self._tables, self._address, copies, into_weights=False)
 
-    def store_codes(
-        self,
-        copies: Sequence[CodeCopy],
-        shared: Sequence[SharedByte],
-        sums: torch.Tensor | None = None,
-    ) -> LaunchOn:
-        copy = copy_codes(self._tables, self._address, copies, shared, into_weights=True)
-        return self._with_digests(copy, copies, sums)
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
+        return copy_codes(self._tables, self._address, copies, shared, into_weights=True)
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         rows = tables.digest_rows(ranges, sums, self._address)

@@ -33,7 +33,6 @@ from zerocast.numerics import (
     FusedOperand,
     Launch,
     LaunchOn,
-    LaunchOnPeer,
     LaunchUpdates,
     Masters,
     Numerics,
@@ -43,7 +42,6 @@ from zerocast.numerics import (
     SharedByte,
     TensorOperand,
 )
-from zerocast.peer_memory import PeerBuffer, read
 
 T = TypeVar("T")
 
@@ -55,7 +53,6 @@ class ReferenceBackend:
 
     name = "reference"
     notes_changes = False
-    digests_transposed = digests_cast = False
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
@@ -129,21 +126,16 @@ class ReferenceBackend:
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         return _for_each(operands, partial(_dequantize, numerics))
 
-    def stage_codes(self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None) -> LaunchOn:
+    def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
         codes, sizes = [copy.codes for copy in copies], _sizes(copies)
 
         def launch(buffer: torch.Tensor) -> None:
             if codes:
                 torch._foreach_copy_(_pieces(buffer, sizes), codes)
 
-        return self._with_digests(launch, copies, sums)
+        return launch
 
-    def store_codes(
-        self,
-        copies: Sequence[CodeCopy],
-        shared: Sequence[SharedByte],
-        sums: torch.Tensor | None = None,
-    ) -> LaunchOn:
+    def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
         codes, sizes = [copy.codes for copy in copies], _sizes(copies)
 
         def launch(buffer: torch.Tensor) -> None:
@@ -154,48 +146,12 @@ class ReferenceBackend:
                 high = byte.codes if byte.high is None else buffer[byte.high]
                 byte.codes.copy_((low & 0x0F) | (high & 0xF0))
 
-        return self._with_digests(launch, copies, sums)
-
-    def read_codes(
-        self, copies: Sequence[CodeCopy], sums: torch.Tensor | None = None
-    ) -> LaunchOnPeer:
-        def launch(peer: PeerBuffer) -> None:
-            for copy in copies:
-                read(peer, copy.staged, copy.codes)
-
-        return self._with_digests(launch, copies, sums)
-
-    def _with_digests(
-        self, copy: Callable[[T], None], copies: Sequence[CodeCopy], sums: torch.Tensor | None
-    ) -> Callable[[T], None]:
-        """``copy``, and then the digests of those of ``copies`` of which they are wanted."""
-        if sums is None:
-            return copy
-        ranges = [DigestedBytes(c.codes[: len(c.codes) * (c.first is not None)], c.first or 0)
-                  for c in copies]  # fmt: skip
-        digest = self.digest(ranges, sums)
-
-        def launch(buffer: T) -> None:
-            copy(buffer)
-            digest()
-
         return launch
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         def launch() -> None:
             for i, each in enumerate(ranges):
                 sums[i] += digest(each.values, each.first)
-
-        return launch
-
-    def total_digests(
-        self, parts: Sequence[tuple[torch.Tensor, int]], totals: torch.Tensor
-    ) -> Launch:
-        def launch() -> None:
-            for _, at in parts:
-                totals[at] = 0
-            for part, at in parts:
-                totals[at] += part[0]
 
         return launch
 
