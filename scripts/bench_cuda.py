@@ -60,7 +60,7 @@ from cuda_report import markdown
 
 import zerocast
 from zerocast.backends import backend_for
-from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, Launcher
+from zerocast.backends.cuda import CudaBackend, Kernel, KernelArguments, Launcher
 from zerocast.recipes import Recipe
 
 RECIPES: dict[str, Recipe] = {
@@ -195,7 +195,7 @@ def probe(machine: Machine, rounds: int) -> Result:
     kernel = Kernel("probe_read", 256)
     handle = backend.launcher.prepare(kernel)
     pieces = size >> 17
-    arguments = Arguments([source.data_ptr(), found.data_ptr(), pieces])
+    arguments = KernelArguments([source.data_ptr(), found.data_ptr(), pieces])
 
     def read() -> None:
         backend.launcher.launch(kernel, handle, pieces, arguments)

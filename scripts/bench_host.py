@@ -17,7 +17,7 @@ from bench_rows import Result
 from cuda_report import host_lines
 
 import zerocast
-from zerocast.backends.cuda import Arguments, CudaBackend, Kernel
+from zerocast.backends.cuda import CudaBackend, Kernel, KernelArguments
 from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
 from zerocast.recipes import Recipe
 
@@ -82,7 +82,7 @@ class NoLauncher:
         """Return no handle."""
         return 0
 
-    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: KernelArguments) -> None:
         """Count the launch."""
         self.launches += 1
 

@@ -12,7 +12,7 @@ import torch
 from tests.support.nightly import nightly
 from zerocast.cli import conformance, main
 from zerocast.conformance import PACKAGES, Pack, Package, package_of, packs, score
-from zerocast.conformance.causes import Changes, changes_of, restated
+from zerocast.conformance.causes import FormulaChanges, changes_of, restated
 from zerocast.export import DIALECTS
 from zerocast.formats import ELEMENT_FORMATS
 
@@ -35,7 +35,7 @@ def made() -> dict[str, Pack]:
 
 def planted(subject, *changes):
     """A package that has the formula of a format or a dialect with changes."""
-    made_of = partial(restated, subject, does=Changes(*changes))
+    made_of = partial(restated, subject, does=FormulaChanges(*changes))
     calls = {"encodes": {subject: lambda x: made_of(x)[0]}, "writes": {subject: made_of}}
     return Package(name="planted", **calls)
 
@@ -92,7 +92,7 @@ def test_what_is_none_of_the_changes_is_unexplained():
     """One bit of one scale; codes decoded to another value; and what is too large."""
 
     def write(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, scales = restated("sglang/mxfp8", x, Changes())
+        codes, scales = restated("sglang/mxfp8", x, FormulaChanges())
         scales[0, 0] ^= 1
         return {"weight": codes, "weight_scale_inv": scales}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerocast.backends.cuda import Arguments, Kernel
+from zerocast.backends.cuda import Kernel, KernelArguments
 from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.errors import BackendError
@@ -123,7 +123,7 @@ class Emulator:
                 self._libraries[kernel] = ctypes.CDLL(str(library))
         return ctypes.c_void_p.in_dll(self._libraries[kernel], "emulated_kernel").value
 
-    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: KernelArguments) -> None:
         message = ctypes.create_string_buffer(1024)
         with _lock:
             self.launches += 1

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 import zerocast
 from tests.kernels.conftest import Event, Stream
-from zerocast.backends.cuda import Arguments, Kernel, compiler, kernel_cache
+from zerocast.backends.cuda import Kernel, KernelArguments, compiler, kernel_cache
 from zerocast.backends.cuda.cuts import tiled
 from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.kernel_sources import cuda_sources
@@ -228,7 +228,7 @@ KERNEL = Kernel("partial_cast", 128, ("NVFP4Numerics", "StochasticVec4", "Tile")
 def test_a_launch_is_one_call_on_the_current_stream(gpu) -> None:
     """The driver gets the kernel, grid, block, torch's stream and the argument table."""
     gpu.use(Stream(0xABC))
-    arguments = Arguments([1, 2])
+    arguments = KernelArguments([1, 2])
     gpu.launcher.launch(KERNEL, 77, 1000, arguments)
     expected = (77, 1000, 1, 1, 128, 1, 1, 0, 0xABC, arguments.address, 0)
     assert gpu.calls == [expected]
@@ -242,17 +242,17 @@ def test_a_launch_waits_for_tables_sent_on_another_stream(gpu, monkeypatch) -> N
     launcher, stream = gpu.launcher, Stream(5)
     gpu.use(stream)
     launcher._uploads[5] = Event()
-    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    launcher.launch(KERNEL, 1, 1, KernelArguments([]))
     assert stream.waited == []
     others = launcher._uploads[6], launcher._uploads[7] = Event(), Event()
-    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    launcher.launch(KERNEL, 1, 1, KernelArguments([]))
     assert stream.waited == [*others]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    launcher.launch(KERNEL, 1, 1, KernelArguments([]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for event in others:
         event.over = True
-    launcher.launch(KERNEL, 1, 1, Arguments([]))
+    launcher.launch(KERNEL, 1, 1, KernelArguments([]))
     assert stream.waited == [*others]
     assert list(launcher._uploads) == [5]
 
@@ -266,7 +266,7 @@ def test_a_driver_error_names_the_kernel(gpu, monkeypatch) -> None:
     monkeypatch.setattr(gpu.launcher._driver, "launchKernel", fail)
     message = rf"{KERNEL} on 9 blocks.*ILLEGAL.*CUDA_LAUNCH_BLOCKING=1"
     with pytest.raises(BackendError, match=message):
-        gpu.launcher.launch(KERNEL, 1, 9, Arguments([]))
+        gpu.launcher.launch(KERNEL, 1, 9, KernelArguments([]))
 
 
 def test_a_small_table_goes_with_a_launch(gpu, monkeypatch) -> None:

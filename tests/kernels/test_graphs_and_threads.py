@@ -18,7 +18,7 @@ from tests.kernels.conftest import Stream
 from tests.support.recipes import RECIPES, VARIANTS
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
-from zerocast.backends.cuda import Arguments, CudaBackend, Kernel, prepared
+from zerocast.backends.cuda import CudaBackend, Kernel, KernelArguments, prepared
 from zerocast.backends.cuda.cuts import Cuts
 from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.tiling import shard_tiles
@@ -37,7 +37,7 @@ class Idle(Emulator):
     def prepare(self, kernel: Kernel) -> int:
         return 0
 
-    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: KernelArguments) -> None:
         assert all(table.numel() for table in arguments.tables)
 
 
@@ -191,7 +191,7 @@ def test_uploads_by_threads(gpu: Any) -> None:
         gpu.use(Stream(number))
         for _ in range(200):
             gpu.launcher.upload(torch.ones(3, dtype=torch.int64))
-            gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+            gpu.launcher.launch(KERNEL, 1, 1, KernelArguments([]))
 
     at_once(work)
     assert gpu.launcher.launches == 8 * 200 * 2
@@ -217,20 +217,20 @@ def test_an_upload_beside_a_launch_is_waited_for(gpu: Any) -> None:
     gpu.launcher._uploads[5] = Over()
     stream = Stream(6)
     gpu.use(stream)
-    gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+    gpu.launcher.launch(KERNEL, 1, 1, KernelArguments([]))
     thread.join()
-    gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+    gpu.launcher.launch(KERNEL, 1, 1, KernelArguments([]))
     assert len(stream.waited) == 1
 
 
 def test_every_thread_gets_the_context(gpu: Any) -> None:
     """Before its first launch a thread makes a call of CUDA's runtime, and not again."""
     for _ in range(2):
-        gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+        gpu.launcher.launch(KERNEL, 1, 1, KernelArguments([]))
 
     def work(number: int) -> None:
         for _ in range(3):
-            gpu.launcher.launch(KERNEL, 1, 1, Arguments([]))
+            gpu.launcher.launch(KERNEL, 1, 1, KernelArguments([]))
 
     at_once(work, 3)
     assert len(gpu.contexts) == len(set(gpu.contexts)) == 4
@@ -240,7 +240,7 @@ def test_every_thread_gets_the_context(gpu: Any) -> None:
 def test_tables_are_recorded_on_every_stream(gpu: Any) -> None:
     """torch is told once of each stream that a table is read on."""
     table = Table()
-    arguments = Arguments([], tables=[table])
+    arguments = KernelArguments([], tables=[table])
     for number in (1, 2, 1, 2, 2):
         gpu.use(Stream(number))
         gpu.launcher.launch(KERNEL, 1, 1, arguments)

@@ -9,7 +9,7 @@ import torch
 from tests.cuda_emulation.emulator import ORDERS, Emulator, KernelFault, Mistake, needs_emulation
 from tests.support.child_process import in_child
 from tests.support.nightly import nightly
-from zerocast.backends.cuda import Arguments, Kernel
+from zerocast.backends.cuda import Kernel, KernelArguments
 from zerocast.backends.cuda.device import WORDS, WRITE
 
 pytestmark = needs_emulation
@@ -28,7 +28,7 @@ def writes_wrong(mistake: Mistake | None = None) -> bool:
         for count in (1, 6, WORDS):
             words = [(-1) ** i * (2**40 + i) for i in range(WORDS)]
             memory = torch.full((WORDS + 8,), 77)
-            arguments = Arguments([memory.data_ptr(), count], words)
+            arguments = KernelArguments([memory.data_ptr(), count], words)
             launcher.launch(WRITE, launcher.prepare(WRITE), 1, arguments)
             if memory.tolist() != words[:count] + [77] * (WORDS + 8 - count):
                 return True
@@ -48,7 +48,7 @@ def reads_wrong(mistake: Mistake | None = None) -> bool:
             source[place] = SIGNAL
             source[end] = SIGNAL  # which is never read
             found = torch.zeros(1, dtype=torch.int32)
-            arguments = Arguments([source.data_ptr(), found.data_ptr(), pieces])
+            arguments = KernelArguments([source.data_ptr(), found.data_ptr(), pieces])
             launcher.launch(PROBE, handle, 2, arguments)
             if int(found) != (place < end):
                 return True

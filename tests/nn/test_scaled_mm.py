@@ -20,7 +20,7 @@ from zerocast.nn import LayerNormMLP, Linear, engines, scaled_mm, unswizzle
 from zerocast.nn.autocast import autocast
 from zerocast.nn.engines import BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Kind, Product, engine
 from zerocast.nn.engines import Side as Operand
-from zerocast.nn.scaled_mm import Arguments, gemm
+from zerocast.nn.scaled_mm import GemmOperand, gemm
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedTensor, dequantize, quantize
 
@@ -82,7 +82,7 @@ def test_every_recipe_has_its_kind_of_gemm(name, product):
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def decode(given: Arguments, rows: int, contraction: int) -> torch.Tensor:
+def decode(given: GemmOperand, rows: int, contraction: int) -> torch.Tensor:
     """What an operand means to the library, [rows, contraction] in float64."""
     codes = given.codes
     assert codes.is_contiguous()
@@ -255,8 +255,8 @@ def pretend_library(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 
     def multiply(
         kind: Kind,
-        a: Arguments,
-        b: Arguments,
+        a: GemmOperand,
+        b: GemmOperand,
         dtype: torch.dtype,
         bias: torch.Tensor | None,
         *,

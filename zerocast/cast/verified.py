@@ -62,7 +62,7 @@ from zerocast.tensors.digest import RepeatedDigests
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 
-Masters: TypeAlias = Callable[[Communicator, int], "torch.Tensor | None"]
+MastersOf: TypeAlias = Callable[[Communicator, int], "torch.Tensor | None"]
 """By a group and the place of one of its weights, this rank's shard of the master."""
 
 _MOST = 2**31 - 3
@@ -92,7 +92,7 @@ class Verification:
         mode: VerifyMode,
         weights: Mapping[Communicator, Sequence[HeldWeight]],
         tp_comms: Iterable[Communicator],
-        masters: Masters,
+        masters: MastersOf,
     ) -> None:
         self._mode, self._weights, self._masters = mode, weights, masters
         self._tp_comms = list(tp_comms)

@@ -40,7 +40,7 @@ from torch.futures import Future
 from zerocast.checkpoint.boxes import Box
 from zerocast.checkpoint.files import (
     DigestingWriter,
-    Entry,
+    FileEntry,
     FileInfo,
     VerifiedFile,
     header_of,
@@ -285,7 +285,7 @@ class Reader(StorageReader):
             for name, tensor in self.manifest.tensors.items()
             for chunk in tensor.chunks
         }
-        held: dict[str, list[tuple[Entry, int]]] = {name: [] for name in self.manifest.files}
+        held: dict[str, list[tuple[FileEntry, int]]] = {name: [] for name in self.manifest.files}
         for name, tensor in self.manifest.tensors.items():
             for c in tensor.chunks:
                 held[c.file.name].append(
@@ -327,17 +327,17 @@ def saved_tensors(
     return tensors
 
 
-def _entry_of_item(item: WriteItem) -> Entry:
+def _entry_of_item(item: WriteItem) -> FileEntry:
     data = item.tensor_data
     assert data is not None
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     return entry_of(item.index.fqn, data.properties.dtype, tuple(data.size), box)
 
 
-def entry_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> Entry:
+def entry_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> FileEntry:
     """Return the tensor of a file that a piece of a tensor becomes."""
     offsets = "" if box.sizes == shape else f"@{','.join(map(str, box.offsets))}"
-    return Entry(name + offsets, dtype, box.sizes)
+    return FileEntry(name + offsets, dtype, box.sizes)
 
 
 def _read(file: VerifiedFile, item: ReadItem, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:

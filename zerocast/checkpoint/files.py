@@ -41,7 +41,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One tensor of a file: its name there, dtype and shape."""
 
     key: str
@@ -72,7 +72,7 @@ class FileInfo:
 
 
 def header_of(
-    entries: Sequence[Entry], metadata: dict[str, str] | None = None
+    entries: Sequence[FileEntry], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
     """Return the beginning of a file of ``entries``, and where each begins in the file."""
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -171,7 +171,7 @@ class VerifiedFile:
         InputError: where it is missing, of another length, or its own table is of other tensors.
     """
 
-    def __init__(self, path: Path, info: FileInfo, held: Iterable[tuple[Entry, int]]) -> None:
+    def __init__(self, path: Path, info: FileInfo, held: Iterable[tuple[FileEntry, int]]) -> None:
         self._path, self._info = path, info
         try:
             self._file = open_regular(path)

@@ -13,7 +13,7 @@ from zerocast.checkpoint.boxes import Box
 from zerocast.checkpoint.files import (
     BLOCK,
     DigestingWriter,
-    Entry,
+    FileEntry,
     FileInfo,
     header_of,
     make_directory,
@@ -38,7 +38,8 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
             items.setdefault(item.index.fqn, []).append((rank, item))
     described: dict[str, Any] = planned.metadata.state_dict_metadata
     entries = [
-        Entry(name, described[name].properties.dtype, tuple(described[name].size)) for name in items
+        FileEntry(name, described[name].properties.dtype, tuple(described[name].size))
+        for name in items
     ]
     claim, path = planned.claim, planned.claim.path
     draft = path.with_name(f".{claim.prefix}.draft")
@@ -88,7 +89,7 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
 
 
 def _gather(
-    entry: Entry,
+    entry: FileEntry,
     items: list[tuple[int, WriteItem]],
     planned: Planned,
     comm: Communicator,
@@ -115,7 +116,9 @@ def _gather(
     return values
 
 
-def _joined(entry: Entry, items: list[tuple[int, WriteItem]], values: torch.Tensor) -> torch.Tensor:
+def _joined(
+    entry: FileEntry, items: list[tuple[int, WriteItem]], values: torch.Tensor
+) -> torch.Tensor:
     """Return a tensor whole, on the CPU, of what :func:`_gather` returned."""
     whole, start = torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
     for _, item in sorted(items, key=lambda placed: placed[0]):
@@ -126,5 +129,5 @@ def _joined(entry: Entry, items: list[tuple[int, WriteItem]], values: torch.Tens
     return whole
 
 
-def _whole(entry: Entry) -> Box:
+def _whole(entry: FileEntry) -> Box:
     return Box((0,) * len(entry.shape), entry.shape)

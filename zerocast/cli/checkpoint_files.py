@@ -23,7 +23,7 @@ from zerocast.checkpoint.boxes import Box, are_whole
 from zerocast.errors import InputError
 from zerocast.foreign_files import open_regular
 
-Entry = tuple[str, torch.Tensor | None]
+NamedTensor = tuple[str, torch.Tensor | None]
 """A name and its tensor; None for other values."""
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -41,7 +41,7 @@ MOST_FIELDS = 64
 """The most dimensions of a shape in metadata, and attributes of an object."""
 
 
-def entries(path: Path) -> Iterator[Entry]:
+def entries(path: Path) -> Iterator[NamedTensor]:
     """Yield everything that the checkpoint at ``path`` holds, on the CPU.
 
     Raises:
@@ -69,7 +69,7 @@ def sources(path: Path) -> list[Path]:
     return [file for file in files if file == path or file.name.endswith(suffixes)]
 
 
-def _directory(path: Path) -> Iterator[Entry]:
+def _directory(path: Path) -> Iterator[NamedTensor]:
     if (path / ".metadata").is_file():
         yield from _distributed(path)
         return
@@ -84,7 +84,7 @@ def _directory(path: Path) -> Iterator[Entry]:
             yield (f"{file.name}: {name}" if len(files) > 1 else name), value
 
 
-def _safetensors(path: Path) -> Iterator[Entry]:
+def _safetensors(path: Path) -> Iterator[NamedTensor]:
     if find_spec("safetensors") is None:
         raise InputError(
             f"{path} needs the package safetensors, which is not installed; pip install "
@@ -146,7 +146,7 @@ def _check_bytes(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-def _flat(prefix: str, value: Any, left: Iterator[int]) -> Iterator[Entry]:
+def _flat(prefix: str, value: Any, left: Iterator[int]) -> Iterator[NamedTensor]:
     """Yield the leaves of nested dictionaries and sequences, by names joined with dots; ``left``
     counts them, and what they are in.
     """
@@ -200,7 +200,7 @@ def _size(values: Sequence[int] = ()) -> torch.Size:
     return torch.Size(values)
 
 
-def _distributed(path: Path) -> Iterator[Entry]:
+def _distributed(path: Path) -> Iterator[NamedTensor]:
     try:
         with open_regular(path / ".metadata") as file:
             data = file.read()

@@ -1,5 +1,5 @@
-"""Description: the ranges of one tensor's values, codes and scales, and how often codes are zero or
-at the end of their range.
+"""TensorDescription: the ranges of one tensor's values, codes and scales, and how often codes are
+zero or at the end of their range.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 @dataclass
-class Description:
+class TensorDescription:
     """One tensor of a checkpoint; None where a question has no meaning for it.
 
     Attributes:
@@ -56,10 +56,10 @@ class Description:
     labels: list[str] = field(default_factory=list)
 
 
-def describe(name: str, tensor: torch.Tensor) -> Description:
+def describe(name: str, tensor: torch.Tensor) -> TensorDescription:
     """Describe ``tensor``, of which every element is read."""
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    about = Description(name, shape, dtype, nbytes=tensor.nbytes)
+    about = TensorDescription(name, shape, dtype, nbytes=tensor.nbytes)
     if isinstance(tensor, QuantizedTensor):
         _describe_quantized(about, tensor)
     elif why_no_memory(tensor):
@@ -85,7 +85,7 @@ def _counts(codes: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def _describe_quantized(about: Description, tensor: QuantizedTensor) -> None:
+def _describe_quantized(about: TensorDescription, tensor: QuantizedTensor) -> None:
     storage = tensor.quantized_storage
     plane = storage.planes[0 if storage.has_rowwise else -1]
     codes, fmt = storage.buffers[plane.codes_name], storage.recipe.numerics.fmt
@@ -120,7 +120,7 @@ def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
     return read_plane(stored, plane.scales)
 
 
-def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat) -> None:
+def _describe_codes(about: TensorDescription, counts: torch.Tensor, fmt: ElementFormat) -> None:
     """Describe codes, each of which occurs ``counts`` times, int64 [2^bits]."""
     total = int(counts.sum())
     if not total:
@@ -141,7 +141,7 @@ def _describe_codes(about: Description, counts: torch.Tensor, fmt: ElementFormat
     about.labels = [f"{value:g}" for value in firsts.tolist()]
 
 
-def _describe_values(about: Description, tensor: torch.Tensor) -> None:
+def _describe_values(about: TensorDescription, tensor: torch.Tensor) -> None:
     amax, zeros, not_finite = 0.0, 0, 0
     # By the exponent field of FP32: 0 for 2^-127 and less.
     exponents = torch.zeros(256, dtype=torch.int64, device="cpu")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zerocast.cli.checkpoint_files import entries
-from zerocast.cli.description import Description, describe
+from zerocast.cli.description import TensorDescription, describe
 from zerocast.foreign_files import printable
 
 HEAD = (
@@ -35,7 +35,7 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
 
     Args:
         path: a file or a directory, as :func:`zerocast.cli.checkpoint_files.entries` reads them.
-        as_json: whether a list of :class:`Description` is printed instead of a table.
+        as_json: whether a list of :class:`TensorDescription` is printed instead of a table.
         page: a file to which an HTML page is written, too.
 
     Raises:
@@ -54,7 +54,7 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
     return "\n".join([*table(described), "", summary(described, others)]), 0
 
 
-def cells(about: Description) -> list[str]:
+def cells(about: TensorDescription) -> list[str]:
     """Return the row of one tensor, under :data:`HEAD`."""
 
     def span(ends: tuple[float, float] | None) -> str:
@@ -72,7 +72,7 @@ def cells(about: Description) -> list[str]:
     ]  # fmt: skip
 
 
-def table(described: Sequence[Description]) -> list[str]:
+def table(described: Sequence[TensorDescription]) -> list[str]:
     """Return the lines of the table."""
     rows = [list(HEAD), *([printable(cell) for cell in cells(each)] for each in described)]
     kept = [i for i in range(len(HEAD)) if i < 5 or any(row[i] for row in rows[1:])]
@@ -86,7 +86,7 @@ def table(described: Sequence[Description]) -> list[str]:
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
-def summary(described: Sequence[Description], others: Sequence[str]) -> str:
+def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> str:
     """Return one sentence on all of them."""
     quantized = [each for each in described if each.recipe]
     text = (
@@ -99,7 +99,7 @@ def summary(described: Sequence[Description], others: Sequence[str]) -> str:
     return text
 
 
-def as_html(title: str, described: Sequence[Description], others: Sequence[str]) -> str:
+def as_html(title: str, described: Sequence[TensorDescription], others: Sequence[str]) -> str:
     """Return a page that needs no other file."""
     escape = html.escape
     head = "".join(f"<th>{escape(name)}</th>" for name in (*HEAD, "magnitudes"))
@@ -118,7 +118,7 @@ def as_html(title: str, described: Sequence[Description], others: Sequence[str])
     )
 
 
-def picture(about: Description, width: int = 8, height: int = 40) -> str:
+def picture(about: TensorDescription, width: int = 8, height: int = 40) -> str:
     """Return the histogram of a tensor as SVG."""
     if not about.bars:
         return ""

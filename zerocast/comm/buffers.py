@@ -96,7 +96,7 @@ def check_gather(buffer: torch.Tensor, counts: Parts, size: int) -> None:
     _parts("all_gather_", buffer, counts, size)
 
 
-class Exchange(NamedTuple):
+class AllToAllOperands(NamedTuple):
     """The operands of an all-to-all.
 
     Attributes:
@@ -119,7 +119,7 @@ class Exchange(NamedTuple):
 
 def exchange_operands(
     output: torch.Tensor, buffer: torch.Tensor, received: Parts, sent: Parts, size: int
-) -> Exchange:
+) -> AllToAllOperands:
     """Return the operands of an all-to-all, checked and as bytes.
 
     Raises:
@@ -133,7 +133,7 @@ def exchange_operands(
             f"all_to_all takes an output of the buffer's dtype and device, {buffer.dtype} on "
             f"{buffer.device}, got {output.dtype} on {output.device}."
         )
-    given = Exchange(out, flat, takes, gives, received is None and sent is None)
+    given = AllToAllOperands(out, flat, takes, gives, received is None and sent is None)
     if given.is_in_place and len({*takes, *gives}) > 1:
         raise InputError(
             f"all_to_all in place takes equal parts, got {gives} and {takes} bytes; give an output "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerocast.arguments import check_integer
-from zerocast.comm.buffers import Exchange
+from zerocast.comm.buffers import AllToAllOperands
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout
 from zerocast.comm.mpi_peers import MpiPeers
@@ -149,10 +149,10 @@ class MpiCommunicator(ProcessCommunicator):
         parts = enumerate(flat.split(chunks))
         return [each for root, part in parts for each in self._begin_broadcast(part, root)]
 
-    def _exchanges_in_place(self, given: Exchange) -> bool:
+    def _exchanges_in_place(self, given: AllToAllOperands) -> bool:
         return given.is_equal and given.buffer.numel() <= self._chunk
 
-    def _begin_all_to_all(self, given: Exchange) -> list[MPI.Request]:
+    def _begin_all_to_all(self, given: AllToAllOperands) -> list[MPI.Request]:
         output, flat, takes, gives, is_equal = given
         if not is_equal or flat.numel() > self._chunk:
             return self._exchange(output.split(takes), flat.split(gives))

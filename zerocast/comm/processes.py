@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from zerocast.comm import buffers
-from zerocast.comm.buffers import Exchange
+from zerocast.comm.buffers import AllToAllOperands
 from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import alone, announcing
 from zerocast.comm.peers import MAXIMA, Begin, Peers
@@ -59,14 +59,14 @@ class ProcessCommunicator(Communicator, Uncopied):
         """Begin to gather ``chunks[r]`` bytes of every rank r, in place."""
 
     @abstractmethod
-    def _begin_all_to_all(self, given: Exchange) -> Sequence[Any]:
+    def _begin_all_to_all(self, given: AllToAllOperands) -> Sequence[Any]:
         """Begin to exchange parts."""
 
     @abstractmethod
     def _begin_broadcast(self, flat: torch.Tensor, root: int) -> Sequence[Any]:
         """Begin to send the bytes of ``root``, in place."""
 
-    def _exchanges_in_place(self, given: Exchange) -> bool:
+    def _exchanges_in_place(self, given: AllToAllOperands) -> bool:
         """Say whether the transport can write over the bytes that it sends."""
         return False
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zerocast.comm.buffers import Exchange
+from zerocast.comm.buffers import AllToAllOperands
 from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import check_timeout
 from zerocast.comm.peers import Begin
@@ -132,7 +132,7 @@ class TorchDistributedCommunicator(ProcessCommunicator):
         sent = [(root, piece) for root, piece in enumerate(pieces) if piece.numel()]
         return [each for root, piece in sent for each in self._begin_broadcast(piece, root)]
 
-    def _begin_all_to_all(self, given: Exchange) -> list[Any]:
+    def _begin_all_to_all(self, given: AllToAllOperands) -> list[Any]:
         return [dist.all_to_all_single(*given[:4], group=self._group, async_op=True)]
 
     def _begin_broadcast(self, flat: torch.Tensor, root: int) -> list[Any]:

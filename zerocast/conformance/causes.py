@@ -29,7 +29,7 @@ TINY = 2.0**-126
 """The smallest FP32 value that is not subnormal."""
 
 
-class Changes:
+class FormulaChanges:
     """The changes of a formula that are ``made``, in words, and all that it knows: those that it
     has asked for, in order.
     """
@@ -45,7 +45,7 @@ class Changes:
 
 def changes_of(subject: str) -> list[str]:
     """Return the changes that are known of the formula of a format or a dialect."""
-    changes = Changes()
+    changes = FormulaChanges()
     values = torch.zeros(1, 32, dtype=torch.float32, device="cpu")
     restated(subject, values, changes)
     return list(changes.known)
@@ -63,7 +63,8 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
     inputs = {case.name: case.input.float() for case in pack.cases}
 
     def left(made: set[str]) -> int:
-        pairs = (zip(given[name], restated(pack.subject, inputs[name], Changes(*made)), strict=True)
+        changes = FormulaChanges(*made)
+        pairs = (zip(given[name], restated(pack.subject, inputs[name], changes), strict=True)
                  for name in given)  # fmt: skip
         return sum(int(differing(*pair).sum()) for case in pairs for pair in case)
 
@@ -79,7 +80,7 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
     return {each: left(made - {each}) for each in known if each in made}
 
 
-def restated(subject: str, x: torch.Tensor, does: Changes) -> Restated:
+def restated(subject: str, x: torch.Tensor, does: FormulaChanges) -> Restated:
     """Return what ``x``, FP32, becomes by the formula of a format or a dialect with changes: codes;
     of a weight [M, K] also scales, and of NVFP4 the tensor scale. The bytes are those that are
     stored; shapes and dtypes may be others.
@@ -97,7 +98,7 @@ def block_amaxes(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     return torch.nn.functional.max_pool2d(x.abs()[None], blocks, ceil_mode=True)[0]
 
 
-def _values(name: str, x: torch.Tensor, does: Changes) -> torch.Tensor:
+def _values(name: str, x: torch.Tensor, does: FormulaChanges) -> torch.Tensor:
     """The codes, uint8, of ``x``, FP32, in the format called ``name``."""
     if (fmt := ELEMENT_FORMATS.get(name)) is None:
         codes, bits = encode_e8m0(x).int(), x.view(torch.int32)
@@ -119,7 +120,7 @@ def _values(name: str, x: torch.Tensor, does: Changes) -> torch.Tensor:
     )
 
 
-def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Restated:
+def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges) -> Restated:
     numerics: Any = dialect.recipe.numerics
     divides = does("it divides elements by the stored scale")
     zero_scale = does("its scale of zeros is 0, and their codes are 0 / 0, NaN")
@@ -150,7 +151,7 @@ def _float8_codes(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
 
 
-def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Restated:
+def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges) -> Restated:
     numerics: Any = dialect.recipe.numerics
     fmt, amax = numerics.fmt, block_amaxes(x, grid)
     bits = amax.view(torch.int32)
@@ -172,7 +173,7 @@ def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Re
     return codes, torch.where(over, 127, stored).to(torch.uint8)
 
 
-def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) -> Restated:
+def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges) -> Restated:
     divides = does("it divides elements by block scale * tensor scale")
     inverse_of_both = does("it multiplies elements by (1 / tensor scale) / block scale")
     six_first = does("it rounds amax / 6 on the way to a block scale")
@@ -206,7 +207,9 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: Changes) ->
     return _float4_codes(scaled, does), scales, by if kind.inverted else tensor_scale
 
 
-def _float4_codes(scaled: torch.Tensor, does: Changes, ties_down: bool = False) -> torch.Tensor:
+def _float4_codes(
+    scaled: torch.Tensor, does: FormulaChanges, ties_down: bool = False
+) -> torch.Tensor:
     # The float next to a tie, towards zero, has the lower of its codes.
     below = torch.nextafter(scaled, torch.zeros_like(scaled))
     codes = encode(below if ties_down else scaled, E2M1)

@@ -17,7 +17,7 @@ import torch
 from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
-from zerocast.export.entries import Entry, Names, Source, checkpoint_name
+from zerocast.export.entries import Entry, ExportSource, Names, checkpoint_name
 from zerocast.export.experts import projections
 
 _OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
@@ -40,7 +40,7 @@ class Configuration:
         InputError: for ``modules`` of a model, or that are no names.
     """
 
-    source: Source
+    source: ExportSource
     entries: Sequence[Entry]
     dialect: Dialect
     names: Names
@@ -103,7 +103,7 @@ class Configuration:
         return {name: name for name in self.modules}
 
 
-def _kinds(entries: Sequence[Entry], source: Source) -> list[str]:
+def _kinds(entries: Sequence[Entry], source: ExportSource) -> list[str]:
     """Return which kind of weight each entry would be. Output layers are those of transformers'
     word, and of the name ``lm_head``.
     """
@@ -118,7 +118,9 @@ def _kinds(entries: Sequence[Entry], source: Source) -> list[str]:
     return found
 
 
-def check_weights_are_read(dialect: Dialect, entries: Sequence[Entry], source: Source) -> None:
+def check_weights_are_read(
+    dialect: Dialect, entries: Sequence[Entry], source: ExportSource
+) -> None:
     """Check that servers read what is in codes, and build the experts of a module alike.
 
     Raises:

@@ -21,7 +21,7 @@ from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import fsdp_dimension, is_sharded, to_local
 from zerocast.tensors import QuantizedTensor, TensorParallelShard
 
-Source: TypeAlias = "torch.nn.Module | ZeroOptimizer | CastPlan"
+ExportSource: TypeAlias = "torch.nn.Module | ZeroOptimizer | CastPlan"
 """Who holds what is exported: a model, or only the weights of an optimizer or a plan."""
 
 Names: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
@@ -110,7 +110,7 @@ class Entry:
         return self.shape.numel() * bits // 8
 
 
-def stored_tensors(source: Source) -> dict[str, torch.Tensor]:
+def stored_tensors(source: ExportSource) -> dict[str, torch.Tensor]:
     """Return the parameters and the buffers that a state dict of a module has, by name; a tied one
     under the name that transformers keeps, or its first. Buffers without elements are left out:
     layers reserve entries for the state of recipes by them. Of an optimizer or a plan, its weights.
@@ -137,7 +137,7 @@ def stored_tensors(source: Source) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
-def planned_weights(source: Source) -> dict[str, tuple[QuantizedTensor, Shard]]:
+def planned_weights(source: ExportSource) -> dict[str, tuple[QuantizedTensor, Shard]]:
     """Return the weights of a plan by name, each with what this rank has of its master as it is
     bound now; nothing of another source.
     """
@@ -151,7 +151,7 @@ def planned_weights(source: Source) -> dict[str, tuple[QuantizedTensor, Shard]]:
     return found
 
 
-def included_weights(source: Source, names: Sequence[str]) -> set[str]:
+def included_weights(source: ExportSource, names: Sequence[str]) -> set[str]:
     """Return the names of the weights of the linear layers that ``names`` name.
 
     Raises:
@@ -257,7 +257,7 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
     return found
 
 
-def in_nominal_dtype(source: Source, entries: list[Entry]) -> list[Entry]:
+def in_nominal_dtype(source: ExportSource, entries: list[Entry]) -> list[Entry]:
     """Return ``entries``, of which FP32 masters of FSDP2 that are not quantized are stored in the
     dtype of the quantized weights, in which the model was trained: not buffers, and not what
     transformers keeps in FP32.

@@ -17,13 +17,13 @@ from zerocast.cast.amax_groups import (
 )
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect
-from zerocast.export.entries import Entry, Source, stored_tensors
+from zerocast.export.entries import Entry, ExportSource, stored_tensors
 from zerocast.numerics import NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedTensor
 
 
-def trained_amax_groups(source: Source) -> dict[str, str]:
+def trained_amax_groups(source: ExportSource) -> dict[str, str]:
     """Return the labels of the weights that were trained under a shared tensor amax."""
     labels: dict[str, str] = {}
     known: dict[int, str] = {}
@@ -49,7 +49,9 @@ class AmaxGroups:
             whose groups "auto" may therefore choose.
     """
 
-    def __init__(self, source: Source, amax_groups: Groups, cast_anew: Container[str]) -> None:
+    def __init__(
+        self, source: ExportSource, amax_groups: Groups, cast_anew: Container[str]
+    ) -> None:
         self._patterns: Patterns = () if is_auto(amax_groups) else amax_groups
         self._fused = fused_weights(source) if isinstance(source, torch.nn.Module) else []
         self._labels = trained_amax_groups(source)

@@ -21,7 +21,7 @@ import torch
 from zerocast.arguments import present
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, without_padding
-from zerocast.export.entries import Entry, Shard, Source
+from zerocast.export.entries import Entry, ExportSource, Shard
 from zerocast.export.tp_parts import check_part
 from zerocast.export.turned import is_turned
 from zerocast.layout import NOTHING, Extent, ceil_div
@@ -35,7 +35,7 @@ GATE_UP = "gate_up_proj"
 """The parameter whose matrices are those of two projections, one above the other."""
 
 
-def has_place(dialect: Dialect, source: Source, name: str, tensor: torch.Tensor) -> bool:
+def has_place(dialect: Dialect, source: ExportSource, name: str, tensor: torch.Tensor) -> bool:
     """Say whether checkpoints of ``dialect`` have the parameter ``name`` quantized, if it is in
     codes.
     An optimizer or a plan does not know modules, so of its weights that is assumed.
@@ -64,7 +64,7 @@ def projections(name: str, shape: Sequence[int]) -> list[str]:
 
 
 def matrix_entries(
-    dialect: Dialect, source: Source, entry: Entry, casts_anew: bool
+    dialect: Dialect, source: ExportSource, entry: Entry, casts_anew: bool
 ) -> Iterator[Entry]:
     """Yield ``entry``, or where it is a quantized stack and ``dialect`` does not fuse these those
     of its projections, of which each is cast by itself where they are cast anew. Experts that stay

@@ -22,9 +22,9 @@ from zerocast.export.configuration import Configuration, check_ties, check_weigh
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
     Entry,
+    ExportSource,
     Names,
     Shard,
-    Source,
     gathered_dtype,
     in_nominal_dtype,
     included_weights,
@@ -111,7 +111,7 @@ class Export(Uncopied):
 
     def __init__(
         self,
-        model: Source,
+        model: ExportSource,
         dialect: Dialect | str,
         *,
         optimizer: ZeroOptimizer | None = None,

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.errors import InputError
-from zerocast.export.entries import Entry, Source
+from zerocast.export.entries import Entry, ExportSource
 
 _SIDE = 12
 """Of what stands for a tensor: one that is cut into 2, 3, 4 or 6 parts is seen to be cut."""
 
 
-def package_names(source: Source, parts: Sequence[tuple[Entry, Sequence[Entry]]]) -> dict[str, str]:
+def package_names(
+    source: ExportSource, parts: Sequence[tuple[Entry, Sequence[Entry]]]
+) -> dict[str, str]:
     """Return the names that transformers gives to tensors in a checkpoint, by ours; of a source
     that is no model of that package none. A stack that it leaves fused has a name itself, and none
     of its projections.

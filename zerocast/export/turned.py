@@ -11,14 +11,14 @@ import torch
 
 from zerocast.arguments import present
 from zerocast.errors import InputError
-from zerocast.export.entries import Entry, Shard, Source
+from zerocast.export.entries import Entry, ExportSource, Shard
 from zerocast.layout import Extent, chunk
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import TensorParallelShard
 from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 
-def is_turned(source: Source, name: str) -> bool:
+def is_turned(source: ExportSource, name: str) -> bool:
     """Say whether a parameter of a module of experts holds matrices as [in, out]: transformers says
     so of some, and of others their shapes, gate_up_proj having as many rows as down_proj columns.
     An optimizer or a plan does not know modules, so of its weights that is denied.

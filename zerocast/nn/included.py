@@ -24,11 +24,11 @@ from zerocast.sharded.placement import is_sharded
 from zerocast.tensors import QuantizedTensor
 from zerocast.wrapped_names import named_modules
 
-Place = tuple[str, torch.nn.Module, str]
+ParameterPlace = tuple[str, torch.nn.Module, str]
 """A parameter's fully qualified name, the module that has it, and its name there."""
 
 
-def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, Place]]:
+def places(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, ParameterPlace]]:
     """Yield every parameter of ``model`` with its place; a shared one once for each of its
     modules.
     """
@@ -73,7 +73,7 @@ def check_include(include: object) -> None:
 
 def included_weights(
     model: torch.nn.Module, include: Sequence[str]
-) -> dict[torch.Tensor, list[Place]]:
+) -> dict[torch.Tensor, list[ParameterPlace]]:
     """Return the weights that ``include`` names, each with all its places outside of linear layers.
 
     A module has as weights its parameters of three dimensions or more, and the matrix ``weight``.
@@ -96,7 +96,7 @@ def included_weights(
                 f"matches such modules, got {pattern!r}, which does not."
             )
         named |= alike
-    weights: dict[torch.Tensor, list[Place]] = {}
+    weights: dict[torch.Tensor, list[ParameterPlace]] = {}
     for parameter, place in found:
         if parameter in named and not isinstance(place[1], torch.nn.Linear):
             weights.setdefault(parameter, []).append(place)
@@ -119,7 +119,7 @@ def recipe_of(weight: torch.Tensor, recipe: Recipe) -> Recipe:
 
 def why_not_included(
     weight: torch.Tensor,
-    weight_places: Sequence[Place],
+    weight_places: Sequence[ParameterPlace],
     recipe: Recipe,
     weights: str,
     linears: Mapping[torch.Tensor | None, str | None],

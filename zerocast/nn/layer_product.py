@@ -2,8 +2,8 @@
 and the three products.
 
 :func:`run_forward` and :func:`run_backward` are functions of tensors and quantizers. Autograd runs
-them by :class:`zerocast.nn.linear_functions.QuantizedLinear`, and compiled graphs by the operations
-of :mod:`zerocast.nn.traced_products`, so both give the same results.
+them by :class:`zerocast.nn.linear_functions.QuantizedProduct`, and compiled graphs by operations of
+:mod:`zerocast.nn.traced_products`, so both give the same results.
 
     x  = source(input)                              x = input, without a source
     y  = Q(x) Q(w)^T + bias
@@ -95,7 +95,7 @@ class Made(NamedTuple):
     out: torch.Tensor
     normed: torch.Tensor | None
     statistics: list[torch.Tensor]
-    saved: Saved
+    saved: SavedOperands
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what the backward reads, once: the statistics, then the buffers of x and w."""
@@ -145,7 +145,7 @@ def run_forward(
         x = input.quantized_storage
     else:
         x = quantize_shown("input", quantizers.input, input, watch)
-    saved = Saved()
+    saved = SavedOperands()
     saved.add(x if product.needs[3] else None)
     if isinstance(weight, QuantizedTensor):
         w = weight.quantized_storage
@@ -212,7 +212,7 @@ def quantize_shown(
     return quantized
 
 
-class Saved:
+class SavedOperands:
     """Quantized tensors as autograd saves them: their buffers, and beside these what they mean."""
 
     def __init__(self) -> None:

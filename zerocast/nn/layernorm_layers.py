@@ -18,7 +18,7 @@ from zerocast.arguments import (
     check_text,
 )
 from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_linear
-from zerocast.nn.quantized_module import ProductInputs, QuantizedModule, Source
+from zerocast.nn.quantized_module import ProductInputs, ProductSource, QuantizedModule
 from zerocast.nn.traced_layer import eager_in_regions
 from zerocast.recipes import Recipe
 
@@ -89,7 +89,7 @@ class NormalizedModule(QuantizedModule):
         """
         function = "layernorm" if self.normalization == "LayerNorm" else "rmsnorm"
         parameters = (self.layer_norm_weight, self.layer_norm_bias)
-        source = Source(
+        source = ProductSource(
             (function, self.eps, self.zero_centered_gamma),
             tuple(each for each in parameters if each is not None),
             self.return_layernorm_output,
@@ -249,7 +249,7 @@ class LayerNormMLP(NormalizedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[..., H] -> [..., H], and what the norm made, [..., H], where that was asked for."""
         hidden, normed = self._normed_product(input, self.fc1_weight, self.fc1_bias)
-        activation = Source((self.activation,))
+        activation = ProductSource((self.activation,))
         out, _ = self._product(ProductInputs(1, hidden, self.fc2_weight, self.fc2_bias, activation))
         return (out, normed) if self.return_layernorm_output else out
 

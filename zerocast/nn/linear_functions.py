@@ -71,8 +71,8 @@ def _is_batched(grad: torch.Tensor | None) -> bool:
     )
 
 
-class QuantizedLinear(torch.autograd.Function):
-    """``QuantizedLinear.apply(input, gamma, beta, weight, bias, source, dtype, wants_norm,
+class QuantizedProduct(torch.autograd.Function):
+    """``QuantizedProduct.apply(input, gamma, beta, weight, bias, source, dtype, wants_norm,
     quantizers, output_shape, watch)``.
 
     The arguments are those of :class:`LayerProduct` and :func:`run_forward`. With ``output_shape``

@@ -6,7 +6,7 @@ whose state is there (:mod:`zerocast.nn.stateful_module`).
 
 A product is computed in one of three ways:
 
-    autocast             both operands quantized (:class:`QuantizedLinear`)
+    autocast             both operands quantized (:class:`QuantizedProduct`)
     a quantized weight   decoded, times the input as it is (:class:`WeightOnlyLinear`)
     neither              ``torch.nn.functional.linear``
 
@@ -27,7 +27,7 @@ from zerocast.errors import InputError
 from zerocast.nn import regions
 from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.linear_functions import (
-    QuantizedLinear,
+    QuantizedProduct,
     WeightOnlyLinear,
     is_transformed,
     refuse_transforms,
@@ -43,7 +43,7 @@ from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sh
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
 
 
-class Source(NamedTuple):
+class ProductSource(NamedTuple):
     """The norm or the activation that makes what a product multiplies.
 
     Attributes:
@@ -64,7 +64,7 @@ class Source(NamedTuple):
         return in_high_precision(*self.op, input=input, norm=self.norm)
 
 
-NO_SOURCE = Source()
+NO_SOURCE = ProductSource()
 
 
 Output: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
@@ -87,7 +87,7 @@ class ProductInputs(NamedTuple):
     input: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    source: Source = NO_SOURCE
+    source: ProductSource = NO_SOURCE
     tp_shard: TensorParallelShard | None = None
 
 
@@ -162,7 +162,7 @@ class QuantizedModule(StatefulModule):
         rows, bias, dtype = _rows(given)
         _check_shapes(quantizers, given._replace(input=rows))
         gamma, beta = (*source.norm, None, None)[:2]
-        out, normed = QuantizedLinear.apply(
+        out, normed = QuantizedProduct.apply(
             rows,
             gamma,
             beta,

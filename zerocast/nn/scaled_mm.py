@@ -100,7 +100,7 @@ def _values(storage: QuantizedStorage, columnwise: bool) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class GemmOperand:
     """One operand as a scaled GEMM takes it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Arguments:
     scalings: tuple[str, ...]
 
 
-def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
+def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> GemmOperand:
     """Return the operand ``side`` of ``storage`` for a GEMM of ``kind``.
 
     Bytes are copied where the library reads another order than the stored one: columnwise codes
@@ -125,32 +125,32 @@ def arguments(kind: Kind, side: Side, storage: QuantizedStorage) -> Arguments:
         codes = codes.t().contiguous()
     codes = codes.view(_torch_dtype(side.fmt))
     if kind is TENSORWISE:
-        return Arguments(codes, (_by_row(side, scale_inv).view(()),), ("TensorWise",))
+        return GemmOperand(codes, (_by_row(side, scale_inv).view(()),), ("TensorWise",))
     if kind is ROWWISE:
         scales = _by_row(side, scale_inv).expand(side.rows).view(side.rows, 1)
-        return Arguments(codes, (scales.contiguous(),), ("RowWise",))
+        return GemmOperand(codes, (scales.contiguous(),), ("RowWise",))
     if kind is BLOCKWISE:
         # Stored with the blocks along the contraction in one column (1x128: [contraction / 128,
         # rows]; 128x128: [rows / 128, contraction / 128 up to a multiple of 4]); either way the
         # transposed view has the shape and the strides that cuBLAS needs.
         scaling = "BlockWise128x128" if side.grid.block_h == 128 else "BlockWise1x128"
-        return Arguments(codes, (scale_inv.t(),), (scaling,))
+        return GemmOperand(codes, (scale_inv.t(),), (scaling,))
     plane = swizzle(scale_inv.t() if side.stored_transposed else scale_inv)
     if kind is MXFP8:
-        return Arguments(codes, (plane.view(torch.float8_e8m0fnu),), ("BlockWise1x32",))
+        return GemmOperand(codes, (plane.view(torch.float8_e8m0fnu),), ("BlockWise1x32",))
     assert kind is NVFP4
     numerics = side.recipe.numerics
     assert isinstance(numerics, NVFP4Numerics)
     # The decoding factor of a matrix: an element is E2M1 * E4M3 * amax / (6 * scale_max).
     matrix_scale = storage.buffers["amax"].view(()) / (numerics.fmt.max * numerics.scale_max)
     block_scales = plane.view(torch.float8_e4m3fn)
-    return Arguments(codes, (block_scales, matrix_scale), ("BlockWise1x16", "TensorWise"))
+    return GemmOperand(codes, (block_scales, matrix_scale), ("BlockWise1x16", "TensorWise"))
 
 
 def multiply(
     kind: Kind,
-    a: Arguments,
-    b: Arguments,
+    a: GemmOperand,
+    b: GemmOperand,
     dtype: torch.dtype,
     bias: torch.Tensor | None,
     *,

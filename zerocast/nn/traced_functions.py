@@ -19,7 +19,7 @@ from zerocast.nn.layer_product import (
     GemmQuantizers,
     LayerProduct,
     Made,
-    Saved,
+    SavedOperands,
     Watch,
     run_backward,
     run_forward,
@@ -205,12 +205,12 @@ def _saved(
     weight_dtype: torch.dtype,
     has_codes: bool,
     device: torch.device,
-) -> Saved:
+) -> SavedOperands:
     """Return what the forward saves of its input [rows, K] and of a weight of this ``shape`` [M,
     K].
     """
     recipe, product = as_product(text)
-    recipes, saved = recipes_of(recipe), Saved()
+    recipes, saved = recipes_of(recipe), SavedOperands()
     for is_saved, role, of, dtype in (
         (product.needs[3], "input", (rows, shape[1]), product.dtype),
         (product.needs_source and not has_codes, "weight", tuple(shape), weight_dtype),

@@ -35,7 +35,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import Extent
 from zerocast.optim.average import AVERAGE, Average, average_key
 from zerocast.optim.inner import InnerOptimizer
-from zerocast.optim.param_groups import Groups, option_lines, options
+from zerocast.optim.param_groups import ParamGroups, option_lines, options
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.state_description import (
     check_described,
@@ -80,7 +80,7 @@ class EveryRank:
 def save(
     shards: ShardedWeights,
     inner: InnerOptimizer,
-    param_groups: Groups,
+    param_groups: ParamGroups,
     averages: Collection[Average],
     steps: int,
 ) -> StateDict:
@@ -260,7 +260,7 @@ def restore(
     whole: dict[int, StateDict],
     shards: ShardedWeights,
     inner: InnerOptimizer,
-    param_groups: Groups,
+    param_groups: ParamGroups,
     averages: Collection[Average],
 ) -> None:
     """Set masters, averages, options, inner state and the state of recipes to what :func:`read`

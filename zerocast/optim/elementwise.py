@@ -40,7 +40,7 @@ element differently when its tensor is divided."""
 _lock = threading.Lock()
 """The trial seeds torch's generators and puts them back, which threads must not do at once."""
 
-_Piece: TypeAlias = tuple[int, slice]
+_TrialPiece: TypeAlias = tuple[int, slice]
 """The number of a tensor, and elements of it."""
 
 _Outcome: TypeAlias = dict[str, list[torch.Tensor]]
@@ -215,7 +215,7 @@ class _Trial:
         return _difference(together, alone, "alone", _TOLERANCE)
 
     @torch.no_grad()
-    def run(self, *optimizers: Sequence[_Piece], flat: bool = True) -> _Outcome:
+    def run(self, *optimizers: Sequence[_TrialPiece], flat: bool = True) -> _Outcome:
         """Step each of ``optimizers``, given by its pieces, which are flat or in their shapes. The
         first run steps whole tensors.
         """

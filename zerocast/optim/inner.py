@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.optim.param_groups import Groups, options
+from zerocast.optim.param_groups import ParamGroups, options
 from zerocast.optim.stepped_weights import Weight
 
 
@@ -36,7 +36,7 @@ class InnerOptimizer:
         self,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
-        param_groups: Groups,
+        param_groups: ParamGroups,
         weights: Sequence[Weight],
         masters: dict[int, torch.Tensor],
     ) -> None:
@@ -55,7 +55,7 @@ class InnerOptimizer:
         self._set_mode("train")
         self._exchanged: list[dict[str, Any]] = [{} for _ in groups]
 
-    def exchange_options(self, param_groups: Groups) -> None:
+    def exchange_options(self, param_groups: ParamGroups) -> None:
         """Give ``param_groups`` and the optimizer's own groups the same options.
 
         The group that was written since the last time counts: schedulers write ``param_groups``, or
@@ -70,13 +70,13 @@ class InnerOptimizer:
                     ours[name] = value
         self._give_options(param_groups)
 
-    def _give_options(self, param_groups: Groups) -> None:
+    def _give_options(self, param_groups: ParamGroups) -> None:
         """Give the optimizer the options of ``param_groups``."""
         self._exchanged = [options(group) for group in param_groups]
         for ours, theirs in zip(self._exchanged, self.optimizer.param_groups, strict=True):
             theirs.update(ours)
 
-    def step(self, param_groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
+    def step(self, param_groups: ParamGroups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step with the options of ``param_groups`` and this rank's gradient of every weight."""
         for i, master in self.masters.items():
             master.grad = gradients[i]
@@ -85,7 +85,7 @@ class InnerOptimizer:
         self._follow_masters()
         self.exchange_options(param_groups)
 
-    def switch(self, mode: str, param_groups: Groups) -> None:
+    def switch(self, mode: str, param_groups: ParamGroups) -> None:
         """Call the optimizer's ``train()`` or ``eval()``, which changes masters."""
         self._set_mode(mode)
         self._follow_masters()
@@ -109,7 +109,7 @@ class InnerOptimizer:
         return self.optimizer.state.get(self.masters[index], {})
 
     def load_state(
-        self, states: dict[int, dict[str, Any]], mode: str, param_groups: Groups
+        self, states: dict[int, dict[str, Any]], mode: str, param_groups: ParamGroups
     ) -> None:
         """Let the optimizer continue from ``states``, by the weights' places, that were saved in
         ``mode``, with the options of ``param_groups``.

@@ -21,7 +21,7 @@ from zerocast.optim.shards import ShardedWeights
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _MatrixPiece:
     """Elements of a weight, and their place among what two ranks send each other.
 
     Attributes:
@@ -109,14 +109,14 @@ class MatrixOwners:
 
 def _end_to_end(
     elements: Mapping[tuple[int, int], slice], size: int
-) -> tuple[list[_Piece], list[int]]:
+) -> tuple[list[_MatrixPiece], list[int]]:
     """Return the pieces of a buffer, and how many elements of it are each rank's. ``elements`` are
     by rank and weight, the order in which both sides exchange them.
     """
-    pieces, counts, end = list[_Piece](), [0] * size, 0
+    pieces, counts, end = list[_MatrixPiece](), [0] * size, 0
     for (rank, weight), part in sorted(elements.items(), key=lambda item: item[0]):
         begin, end = end, end + part.stop - part.start
-        pieces.append(_Piece(weight, part, slice(begin, end)))
+        pieces.append(_MatrixPiece(weight, part, slice(begin, end)))
         counts[rank] += end - begin
     return pieces, counts
 

@@ -10,7 +10,7 @@ from zerocast.errors import InputError
 Param = torch.Tensor | tuple[str, torch.Tensor]
 """A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
 
-Groups: TypeAlias = Sequence[dict[str, Any]]
+ParamGroups: TypeAlias = Sequence[dict[str, Any]]
 """Param groups, or the options of each."""
 
 

@@ -24,7 +24,7 @@ from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, UnfinishedStepError, ZerocastError
 from zerocast.optim.external_writes import ExternalWrites
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.param_groups import Groups, Param, option_lines, unfrozen
+from zerocast.optim.param_groups import Param, ParamGroups, option_lines, unfrozen
 from zerocast.optim.shards import ShardedWeights
 
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
@@ -116,7 +116,7 @@ class Progress:
         self.writes.agree_and_take()
 
     def reduce(
-        self, gradients: GradientReducer, param_groups: Groups, error: ZerocastError | None
+        self, gradients: GradientReducer, param_groups: ParamGroups, error: ZerocastError | None
     ) -> None:
         """Reduce the gradients for a step with the options of ``param_groups``, and take as masters
         what other code wrote. Collective.

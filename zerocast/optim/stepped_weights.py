@@ -18,7 +18,7 @@ from zerocast.comm import Communicator, lines_that_differ
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, RankMismatchError, StaleCopyError, UnfinishedStepError
 from zerocast.layout import Extent
-from zerocast.optim.param_groups import Groups, option_lines
+from zerocast.optim.param_groups import ParamGroups, option_lines
 from zerocast.recipes import NOMINAL_DTYPES, describe_recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
@@ -137,7 +137,7 @@ def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:
     )
 
 
-def collect_weights(param_groups: Groups) -> list[Weight]:
+def collect_weights(param_groups: ParamGroups) -> list[Weight]:
     """Return the weights of all groups in order.
 
     Raises:
@@ -237,7 +237,7 @@ def _check_memory(weights: Sequence[Weight]) -> None:
 
 
 def check_same_optimizer(
-    comm: Communicator, optimizer: str, param_groups: Groups, weights: Sequence[Weight]
+    comm: Communicator, optimizer: str, param_groups: ParamGroups, weights: Sequence[Weight]
 ) -> None:
     """Compare optimizer, options and weights of all ranks, once. Collective.
 

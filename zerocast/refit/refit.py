@@ -17,7 +17,7 @@ from zerocast.backends.reference.digest_formula import as_integers
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
-from zerocast.export.entries import Entry, Source
+from zerocast.export.entries import Entry, ExportSource
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.unusable_values import check_finite
 from zerocast.numerics import Changes, Comparison
@@ -65,7 +65,7 @@ class Refit(Uncopied):
 
     def __init__(
         self,
-        source: Source,
+        source: ExportSource,
         dialect: Dialect | str,
         *,
         hold_tensor_amax: bool = False,

@@ -13,6 +13,6 @@ here imports CuPy before a GPU is used.
 """
 
 from zerocast.backends.cuda.cuda_backend import CudaBackend
-from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
+from zerocast.backends.cuda.launcher import Kernel, KernelArguments, Launcher
 
-__all__ = ["Arguments", "CudaBackend", "Kernel", "Launcher"]
+__all__ = ["CudaBackend", "Kernel", "KernelArguments", "Launcher"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerocast.backends.cuda.compiler import REMEDY, architecture, compiled, import_nvrtc
-from zerocast.backends.cuda.launcher import MAX_GRID, Arguments, Kernel
+from zerocast.backends.cuda.launcher import MAX_GRID, Kernel, KernelArguments
 from zerocast.errors import BackendError
 
 WRITE = Kernel("write_words", 128)
@@ -69,7 +69,7 @@ class DeviceLauncher:
                 copy = torch.empty_like(table, device=self.device)
                 words = table.flatten().tolist()
                 words += [0] * (WORDS - len(words))
-                arguments = Arguments([copy.data_ptr(), table.numel()], words)
+                arguments = KernelArguments([copy.data_ptr(), table.numel()], words)
                 self.launch(WRITE, self._write, 1, arguments)
             else:
                 # torch keeps the pinned copy until the transfer is over.
@@ -111,7 +111,7 @@ class DeviceLauncher:
     def _function(self, name: str, cubin: bytes) -> int:
         return int(self._driver.moduleGetFunction(self._driver.moduleLoadData(cubin), name))
 
-    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: KernelArguments) -> None:
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 self.launch(kernel, handle, grid, arguments)

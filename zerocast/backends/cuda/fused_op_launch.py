@@ -4,7 +4,7 @@ of ``fused_op.h``, passed by value: no table is sent to the device.
 
 from __future__ import annotations
 
-from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
+from zerocast.backends.cuda.launcher import Kernel, KernelArguments, Launcher
 from zerocast.backends.fused_op_rows import fused_row
 from zerocast.backends.launches import nothing
 from zerocast.backends.tables import Address
@@ -26,5 +26,5 @@ def fused_op(launcher: Launcher, address: Address, target: FusedOperand) -> Laun
     handle = launcher.prepare(kernel)
     units = rows if is_norm else rows * ceil_div(cols, PIECE)
     grid = min(ceil_div(units, WARPS), launcher.max_grid)
-    arguments = Arguments([], fused_row(target, address), alive=target)
+    arguments = KernelArguments([], fused_row(target, address), alive=target)
     return lambda: launcher.launch(kernel, handle, grid, arguments)

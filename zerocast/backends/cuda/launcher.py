@@ -22,7 +22,7 @@ MAX_GRID = 2**31 - 1
 """The most thread blocks of one launch; a kernel visits further tiles in a loop."""
 
 
-class Arguments:
+class KernelArguments:
     """The arguments of one kernel, as ``cuLaunchKernel`` takes them: addresses of their values.
 
     Args:
@@ -126,7 +126,7 @@ class Launcher(Protocol):
             BackendError: where it cannot be compiled or loaded, with its name and the remedy.
         """
 
-    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: Arguments) -> None:
+    def launch(self, kernel: Kernel, handle: int, grid: int, arguments: KernelArguments) -> None:
         """Run ``grid`` thread blocks, after everything launched before on this thread's current
         stream. The memory of the tables is not used again before this stream is done with them,
         whoever frees them meanwhile.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from zerocast.backends.cuda.cuts import Cuts, Way
-from zerocast.backends.cuda.launcher import Arguments, Kernel, Launcher
+from zerocast.backends.cuda.launcher import Kernel, KernelArguments, Launcher
 from zerocast.backends.launches import nothing
 from zerocast.errors import BackendError
 from zerocast.numerics import Masters, Operands
@@ -92,7 +92,7 @@ class Tables:
             count = len(tables[1])
         addresses = [table.data_ptr() for table in tables]
         words = [*addresses, count, *[0] * buffers]
-        arguments = Arguments(words, numerics, [*tables, *others], operands)
+        arguments = KernelArguments(words, numerics, [*tables, *others], operands)
         grid = min(count, launcher.max_grid)
         captured = launcher.capturing
 
