@@ -265,6 +265,18 @@ def test_no_two_files_share_a_name():
     assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
 
 
+def test_no_two_classes_share_a_name():
+    """But for TransformerEngine's, which ``compat`` has, and torchtitan's ``Config``."""
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        if "compat" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == ["Config"]
+
+
 def test_no_path_of_a_machine():
     """No text of the repository names a directory that only its author's machine has."""
     found = [

@@ -2,6 +2,8 @@
 function which does.
 """
 
+import subprocess
+import sys
 from functools import cache, partial
 
 import pytest
@@ -195,7 +197,9 @@ def test_layers_that_ran_under_two_recipes_are_refused(run, other):
 
 @of_any_function
 def test_phases_of_training_under_other_recipes(run):
-    """One recipe a step, high precision among them, and an evaluation before each backward."""
+    """One recipe a step, high precision among them, and an evaluation before each backward. First
+    runs without gradients leave no trace in the graph, so with these the second recipe is refused.
+    """
     results = []
     for way in (plain, run):
         model, found = every_layer(), {}
@@ -207,10 +211,58 @@ def test_phases_of_training_under_other_recipes(run):
             with torch.no_grad():
                 model(x)
             model.train()
+            if i and way in (ALONE["torch's alone, reentrant"], ALONE["foreign"]):
+                with pytest.raises(UnsupportedError, match="and high precision.*nn.checkpoint"):
+                    loss.backward()
+                return
             loss.backward()
             found[f"step {i}"] = x.grad
         results.append(found | {name: p.grad for name, p in model.named_parameters()})
     assert_same_tensors(*results)
+
+
+@of_any_function
+@pytest.mark.parametrize("between", ["evaluation", "step", "step of another recipe"])
+def test_a_graph_that_is_open_while_another_is_gone_through(run, between):
+    """Its recipe is known, or the backward raises: never is it computed again under another."""
+    results = []
+    for way in (plain, run):
+        model = every_layer()
+        xs = [torch.linspace(-1, i, 256).view(4, 64).requires_grad_() for i in (1, 2, 3)]
+        with autocast(recipe=RECIPES["current"]):
+            first, second = (way(model, x).square().sum() for x in xs[:2])
+        first.backward()
+        with autocast(enabled="another" in between, recipe=RECIPES["mxfp8"]):
+            model.train(between != "evaluation")
+            with torch.set_grad_enabled(between != "evaluation"):
+                other = model(xs[2]).sum()
+        model.train()
+        if way is run and between != "evaluation":
+            with pytest.raises(UnsupportedError, match="Float8CurrentScaling and"):
+                second.backward()
+            del other
+        second.backward() if way is plain or between == "evaluation" else None
+        results.append([x.grad for x in xs[:2]])
+    if between == "evaluation":
+        assert_same_tensors(*(dict(enumerate(each)) for each in results))
+
+
+def test_a_region_that_only_the_backward_is_in():
+    """What ran outside of regions is not quantized when it is computed again in one."""
+    program = """
+import torch, zerocast
+from torch.utils.checkpoint import checkpoint
+layer, x = zerocast.nn.Linear(64, 64), torch.ones(16, 64, requires_grad=True)
+y = checkpoint(layer, x, use_reentrant=True)
+with zerocast.autocast(recipe="current"):
+    try:
+        y.square().sum().backward()
+    except zerocast.UnsupportedError as error:
+        assert "zerocast.nn.checkpoint" in str(error)
+    else:
+        raise AssertionError("computed again in a region")
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
 @of_any_function
@@ -242,14 +294,17 @@ def test_a_compiled_function_is_not_recomputed_unquantized():
                     step(model, x, run=partial(run, compiled), **options)
             found = step(model, x, run=partial(nn.checkpoint, compiled), **options)
             assert_same_tensors(found, expected)
-        assert_same_tensors(step(model, x, run=partial(run, compiled)), step(model, x))
+        with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint"):
+            step(model, x, run=partial(run, compiled))  # nobody knows whether it was quantized
+        found = step(model, x, run=partial(nn.checkpoint, compiled))
+        assert_same_tensors(found, step(model, x))
 
 
 def test_two_uses_of_a_layer_draw_different_numbers():
     """Whatever recipes they run under, and however a step is recomputed."""
     one = RECIPES["nvfp4"]
     other = NVFP4BlockScaling(disable_2d_quantization=True)
-    for run in (plain, *ALONE.values()):
+    for run in (plain, ALONE["torch's alone"], ALONE["selective"], *OURS.values()):
         model = torch.nn.Sequential(nn.Linear(64, 64, name="layer"))
         for uses in (3, 6):
             x = torch.ones(16, 64, requires_grad=True)

@@ -142,7 +142,7 @@ class QuantizedModule(StatefulModule):
         recipe = self._traced_recipe()
         in_region = recipe not in (NO_REGION, HIGH_PRECISION)
         if not (in_region and input.numel()):
-            if not in_region and self.training and regions.were_entered:
+            if not in_region and torch.is_grad_enabled() and regions.were_entered:
                 plain_run()
             input = source.in_high_precision(input)
             return torch.nn.functional.linear(input, weight, bias), input

@@ -49,6 +49,7 @@ class RecomputeState:
 
     def __init__(self) -> None:
         self._outer = _recompute_state.get()
+        self.trains: bool = self._outer is not None and self._outer.trains
         self._is_rewound = False
         self._recorded: dict[Quantizer, list[dict[str, torch.Tensor]]] = {}
         self._unread: dict[Quantizer, Iterator[dict[str, torch.Tensor]]] = {}

@@ -8,96 +8,95 @@ recipe. A layer that runs inside a backward takes, in this order:
 
 1. the region that the recomputed function itself enters,
 2. that of :func:`checkpoint` or :func:`checkpoint_contexts`, which keep region and state,
-3. the recipe under which the layer ran since its latest recomputation.
+3. the recipe of those of its runs that a backward may compute again.
 
-Where the third is several recipes, or where the recipe has state of the forward, the codes of the
+Where the third are several recipes, or where the recipe has state of the forward, the codes of the
 first run cannot be made again, and the layer raises UnsupportedError.
 
-A compiled function without a region has no quantized products, and chooses them by the region that
-is active when it is called. Its graph has one operation that raises in a recomputation.
+A compiled function is another graph for each recipe, chosen by the region that is active when it is
+called. The operations of its graph raise in a backward where the first run may have been another.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from zerocast.errors import UnsupportedError
 from zerocast.nn import regions
-from zerocast.nn.autocast import autocast
 from zerocast.nn.quantizer import RecomputeState, current_recompute_state, recording, replaying
 from zerocast.nn.regions import Autocast, in_backward
 from zerocast.recipes import Recipe
 
-_NO_BACKWARD = -1
+
+class _Run:
+    """A run of a layer, which lives as long as the graph that autograd made of it."""
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        self.recipe = recipe
 
 
-class FirstRuns:
-    """The recipes under which a layer ran since its latest recomputation; None stands for high
+class Runs:
+    """The recipes of a layer's runs that a backward may compute again; None stands for high
     precision.
 
-    An evaluation may come between a forward and its backward, so its recipe counts only where
-    there was no other run: reentrant checkpoints disable gradients in the first run, too.
+    A run with a graph counts until that is gone. One without gradients may be the first one of a
+    reentrant checkpoint, so it always counts; but while the layer trains, none that evaluated.
     """
 
     def __init__(self) -> None:
-        self._recipes: set[Recipe | None] = set()
-        self._of_evaluations: set[Recipe | None] = set()
-        self._read_in = _NO_BACKWARD
+        self._with_graph: WeakSet[_Run] = WeakSet()
+        self._without_graph: dict[bool, set[Recipe | None]] = {True: set(), False: set()}
 
-    def add(self, recipe: Recipe | None, *, evaluates: bool = False) -> None:
-        """Note a run outside of a backward."""
-        if evaluates:
-            self._of_evaluations.add(recipe)
+    def add(self, recipe: Recipe | None, out: torch.Tensor, *, trains: bool) -> None:
+        """Note the run that gave ``out``, of a layer that ``trains`` or evaluates."""
+        if out.grad_fn is None:
+            self._without_graph[trains].add(recipe)
             return
-        if self._read_in != _NO_BACKWARD:
-            self._recipes, self._of_evaluations = set(), set()
-            self._read_in = _NO_BACKWARD
-        self._recipes.add(recipe)
+        run = _Run(recipe)
+        self._with_graph.add(run)
+        metadata: Any = out.grad_fn.metadata  # typed as the method that it was
+        metadata.setdefault("zerocast runs", []).append(run)
 
-    def read(self) -> set[Recipe | None]:
-        """Return the recipes, for a run inside a backward."""
-        backward = torch._C._current_graph_task_id()
-        if self._read_in not in (_NO_BACKWARD, backward):
-            return self._recipes | self._of_evaluations
-        self._read_in = backward
-        return self._recipes or self._of_evaluations
+    def recipes(self, *, trains: bool) -> set[Recipe | None]:
+        """Return the recipes, for a layer that ``trains`` or evaluates."""
+        found = {run.recipe for run in self._with_graph} | self._without_graph[True]
+        return found if trains else found | self._without_graph[False]
 
 
-class QuantizedLayer(Protocol):
-    """The attributes that are read of a :class:`zerocast.nn.quantized_module.QuantizedModule`."""
-
-    name: str
-    training: bool
-    _first_runs: FirstRuns | None
-
-
-def as_in_first_run(layer: QuantizedLayer) -> AbstractContextManager[None]:
-    """Within the context ``layer`` runs under the region that is active, or, in a recomputation,
-    under that of its first run.
+def run_layer(layer: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return ``forward(layer, ...)`` under the region that is active, or, in a recomputation, under
+    that of the first run.
 
     Raises:
         UnsupportedError: in a recomputation that may give other codes than the first run.
     """
     if not regions.were_entered:
+        return forward(layer, *args, **options)
+    with as_in_first_run(layer):
+        recipe = _recipe_of(regions.current())
+        made = forward(layer, *args, **options)
+    out = made[0] if isinstance(made, tuple) else made
+    if layer._runs is None:
+        layer._runs = Runs()
+    layer._runs.add(recipe, out, trains=layer.training)
+    return made
+
+
+def as_in_first_run(layer: Any) -> AbstractContextManager[None]:
+    """Return the context of :func:`run_layer`."""
+    region, state = regions.current(), current_recompute_state()
+    if not in_backward() or (state is not None and state.replays):
         return nullcontext()
-    region = regions.current()
-    runs = layer._first_runs
-    if not in_backward():
-        if runs is None:
-            runs = layer._first_runs = FirstRuns()
-        evaluates = not (layer.training or torch.is_grad_enabled())
-        runs.add(_recipe_of(region), evaluates=evaluates)
-        return nullcontext()
-    state = current_recompute_state()
-    if runs is None or (state is not None and state.replays):
-        return nullcontext()
-    recipes = runs.read()
     if region.was_entered_in_this_backward:
         recipes = {_recipe_of(region)}
-    recipe = next(iter(recipes), None)
-    if len(recipes) > 1 or (recipe is not None and recipe.has_forward_state):
+    else:
+        recipes = set() if layer._runs is None else layer._runs.recipes(trains=layer.training)
+        recipes = recipes or _compiled | {_recipe_of(region), None}
+    (recipe, *others) = recipes
+    if others or (recipe is not None and recipe.has_forward_state):
         raise _unknown(layer.name or type(layer).__name__, recipes)
     if recipe == _recipe_of(region):
         return nullcontext()
@@ -113,7 +112,7 @@ def _recipe_of(region: Autocast) -> Recipe | None:
 
 
 def _unknown(name: str, recipes: set[Recipe | None]) -> UnsupportedError:
-    names = sorted(type(r).__name__ if r is not None else "high precision" for r in recipes)
+    names = sorted({type(r).__name__ if r is not None else "high precision" for r in recipes})
     return UnsupportedError(
         f"{name} is computed again inside a backward and may give other codes than its forward, "
         f"which ran under {' and '.join(names)}: only zerocast.nn.checkpoint keeps the region and "
@@ -124,23 +123,25 @@ def _unknown(name: str, recipes: set[Recipe | None]) -> UnsupportedError:
 
 # --- compiled functions ---
 
-_graphs = FirstRuns()
-"""The recipes of compiled products since the latest recomputation of such a function."""
+_compiled: set[Recipe | None] = set()
+"""The recipes of all compiled products so far."""
 
 
 def note_compiled_run(recipe: Recipe | None) -> None:
     """Note that a graph runs the products of ``recipe``, or plain ones for None.
 
     Raises:
-        UnsupportedError: where plain ones run inside a backward, instead of quantized ones.
+        UnsupportedError: inside a backward, for plain ones where others may have been meant, and
+            for those of a recipe under which no graph ran a forward.
     """
-    if not in_backward():
-        _graphs.add(recipe)
-        return
-    recipes = _graphs.read()
     state = current_recompute_state()
-    if recipe is None and recipes - {None} and not (state is not None and state.replays):
-        raise _unknown("a compiled function", recipes)
+    if not in_backward():
+        _compiled.add(recipe)
+        return
+    # A checkpoint inside of a graph repeats its products in the backward, as it must.
+    is_other = _compiled - {None} if recipe is None else recipe not in _compiled
+    if is_other and not (state is not None and state.replays):
+        raise _unknown("a compiled function", _compiled | {recipe})
 
 
 # --- the contexts, and the function ---
@@ -198,19 +199,17 @@ def checkpoint(
     Returns:
         What ``function`` returns.
     """
-    first, again = checkpoint_contexts()
-    has_run = False
+    recompute_state = RecomputeState()
     # A reentrant first run has gradients disabled, but is no evaluation.
-    records = use_reentrant and torch.is_grad_enabled() and regions.current().enabled
+    recompute_state.trains |= use_reentrant and torch.is_grad_enabled()
+    first = recording(recompute_state)
+    again = _Recomputation(regions.current(), recompute_state)
+    has_run = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_run
         now, has_run = (again if has_run else first), True
-        with ExitStack() as stack:
-            stack.enter_context(now)
-            if now is first and records:
-                active = regions.current()
-                stack.enter_context(autocast(True, True, active.recipe, active.group))
+        with now:
             return function(*args, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerocast.comm import Communicator, SingleRank
+from zerocast.nn.quantizer import current_recompute_state
 from zerocast.nn.recipe_state import AmaxReduction, RecipeState
 from zerocast.recipes import Recipe, recipe_from_text
 
@@ -221,7 +222,11 @@ class Autocast:
         """
         assert self._region is not None, "only a layer that runs in a region registers states"
         assert self.group is not None
+        recomputed = current_recompute_state()
+        if recomputed is not None and recomputed.replays:
+            return  # The first run has registered them, perhaps in another thread.
         records = self.calibrating or torch.is_grad_enabled()
+        records |= recomputed is not None and recomputed.trains
         for state in states:
             if state.is_delayed:
                 state.register_with(self._region.reduction(self.group))

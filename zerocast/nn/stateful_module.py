@@ -13,7 +13,7 @@ from zerocast.errors import InputError
 from zerocast.nn.layer_product import GemmQuantizers
 from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.recipe_state import COUNTER, ROLES, Mode, RecipeState
-from zerocast.nn.recompute import FirstRuns
+from zerocast.nn.recompute import Runs
 from zerocast.nn.saved_state import WEIGHT_STATE, pack, unpack
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import Recipe, recipe_to_values
@@ -36,7 +36,7 @@ class StatefulModule(torch.nn.Module):
     _quantizers: list[GemmQuantizers]
     _kept: dict[Recipe, tuple[Any, list[GemmQuantizers]]] | None = None  # of each recipe so far
     _counters: dict[Mode, torch.Tensor] | None = None  # of draws, whatever the recipe
-    _first_runs: FirstRuns | None = None
+    _runs: Runs | None = None
     _handle: torch.Tensor | None = None  # by which compiled graphs refer to this layer
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
@@ -49,7 +49,7 @@ class StatefulModule(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but those of this object alone, such as the handle."""
-        own = ("_handle", "_first_runs")
+        own = ("_handle", "_runs")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     # --- moving and converting ---
@@ -129,11 +129,12 @@ class StatefulModule(torch.nn.Module):
 
     def _go_on(self, states: Sequence[RecipeState]) -> None:
         """Load the saved state into these new ``states`` if it was saved under their recipe."""
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
         if loaded is None:
             return
         owner, tensors = unpack(loaded, self.name)
         if owner["recipe"] == recipe_to_values(states[0].recipe):
+            self._loaded = None
             for state in states:
                 names = {f"{state.mode}.{name}": name for name in state.state_dict()}
                 state.load_state_dict({names[n]: t for n, t in tensors.items() if n in names})

@@ -21,6 +21,7 @@ import torch
 from zerocast.arguments import check_module
 from zerocast.formats import ElementFormat, unpack_nibbles
 from zerocast.nn.layer_product import Watch
+from zerocast.nn.regions import in_backward
 from zerocast.recipes import Role
 from zerocast.tensors import QuantizedStorage, dequantize
 from zerocast.wrapped_names import named_modules
@@ -103,7 +104,11 @@ def observer(module: torch.nn.Module, gemm: int) -> Watch | None:
     several = getattr(module, "gemms", 1) > 1
     name = f"{names[module]}, product {gemm}" if several else names[module]
 
+    is_again = in_backward()  # the forward has been counted before
+
     def watch(role: Role, tensor: torch.Tensor, quantized: QuantizedStorage) -> None:
+        if is_again and role != "grad_output":
+            return
         total = counts.layers.setdefault(name, {}).setdefault(role, Counts())
         underflowed, saturated = _count(tensor, quantized)
         total.elements += tensor.numel()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.nn.recompute import as_in_first_run
+from zerocast.nn.recompute import run_layer
 from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, is_traced
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
@@ -54,8 +54,7 @@ def eager_in_regions(forward: Forward) -> Forward:
                 "asyncio task or another thread than the region's"
             )
             return torch.compiler.disable(run)(self, *args, **options)
-        with as_in_first_run(self):
-            return forward(self, *args, **options)
+        return run_layer(self, forward, *args, **options)
 
     return cast("Forward", run)
 
@@ -87,7 +86,13 @@ def new_handle(layer: object) -> torch.Tensor:
 
 def layer_of(handle: torch.Tensor) -> Any:
     """Return the layer that has this handle."""
-    return _layers[int(handle)]
+    layer = _layers.get(int(handle))
+    if layer is None:
+        raise UnsupportedError(
+            "the backward of a compiled layer that rounds gradients stochastically needs the "
+            "layer, which has been deleted since its forward; keep the model until then."
+        )
+    return layer
 
 
 def numbered(number: int) -> torch.Tensor:
