@@ -14,6 +14,9 @@ from zerocast.errors import InputError
 LARGEST_HEADER = 100_000_000
 """The bytes of the longest header of a file of safetensors, as the package safetensors has it."""
 
+MOST_DIMENSIONS = 64
+"""The most dimensions of a shape: the product of many takes longer than reading them."""
+
 LENGTH = 8
 """The bytes of the number before a header, which is its length."""
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.foreign_files import LENGTH, open_regular, read_header
+from zerocast.foreign_files import LENGTH, MOST_DIMENSIONS, open_regular, read_header
 
 FORMAT = "zerocast fault 1"
 
@@ -78,6 +78,8 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         for name, entry in described.items():
             dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
             first, last = entry["data_offsets"]
+            if len(shape) > MOST_DIMENSIONS or not all(0 <= size < 2**63 for size in shape):
+                raise ValueError(f"{name} has a shape of {len(shape)} dimensions, or none")
             count = math.prod(shape)
             if first != end or not 0 <= count * dtype.itemsize == last - first <= len(data) - end:
                 raise ValueError(f"{name} does not lie inside of it, behind the tensor before it")

@@ -119,9 +119,11 @@ def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     for box in boxes:
         if not len(box.offsets) == len(box.sizes) == len(shape):
             return False
-        spans.append([(o, o + size) for o, size in zip(*box, strict=True)])
-        if any(end > size for (_, end), size in zip(spans[-1], shape, strict=True)):
+        span = [(o, o + size) for o, size in zip(*box, strict=True)]
+        if any(end > size for (_, end), size in zip(span, shape, strict=True)):
             return False
+        if all(box.sizes):  # others overlap nothing
+            spans.append(span)
     along = max(range(len(shape)), key=shape.__getitem__, default=0)  # where boxes lie in a row
     spans.sort(key=lambda span: span[along : along + 1])
     for i, span in enumerate(spans):

@@ -32,7 +32,7 @@ import torch
 from zerocast.checkpoint.boxes import Box, are_whole
 from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, remove_files
 from zerocast.errors import InputError
-from zerocast.foreign_files import open_regular, read_header, read_text
+from zerocast.foreign_files import MOST_DIMENSIONS, open_regular, read_header, read_text
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -219,7 +219,9 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Return whole numbers as they are, from 0 up to what 64 bits hold."""
+    """Return whole numbers as they are, from 0 up to what 64 bits hold; of a shape, its sizes."""
+    if len(values) > MOST_DIMENSIONS:
+        raise ValueError(f"it has a shape of {len(values)} dimensions")
     for value in values:
         if type(value) is not int or not 0 <= value < 2**63:
             raise ValueError(f"{value!r} is not a count")

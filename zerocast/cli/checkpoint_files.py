@@ -11,7 +11,7 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +36,20 @@ STANDS_FOR = (
 """The modules of what metadata of torch.distributed.checkpoint consist of, dtypes and sizes left
 out.
 """
+
+DEEPEST = 1000
+"""The most tuples in each other of a pickle: Python can save no more, and has no stack to compare
+100,000.
+"""
+
+FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS")
+"""The operations of pickles that put values into what stands before them."""
+
+CALLS = ("REDUCE", "NEWOBJ", "BUILD")
+"""The operations of pickles that can copy what they are given."""
+
+END, LOCATOR, END_OF_LARGE = 22, 20, 56
+"""The bytes of the records at an archive's end: its last, and the two of archives above 4 GiB."""
 
 MOST_FIELDS = 64
 """The most dimensions of a shape in metadata, and attributes of an object."""
@@ -73,7 +87,8 @@ def _directory(path: Path) -> Iterator[NamedTensor]:
     if (path / ".metadata").is_file():
         yield from _distributed(path)
         return
-    files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+    files = [each for each in sorted(path.iterdir()) if each.suffix in SUFFIXES]
+    files = [each for each in files if not each.is_dir()]  # links make many names of few of these
     if not files:
         raise InputError(
             f"inspect needs a directory of torch.distributed.checkpoint, which has a file "
@@ -107,9 +122,12 @@ def _load(source: IO[bytes], path: Path) -> Any:
             members, size = archive.infolist(), source.seek(0, io.SEEK_END)
             if sum(member.file_size for member in members) > size:
                 raise InputError("it has members that are compressed, or share their bytes.")
+            _check_directory(source, archive)
+            names = {member.filename.lower() for member in members}  # as torch finds them
+            keys = {name.partition("/data/")[2] for name in names}
             for member in members:
-                if member.filename.endswith(".pkl"):
-                    _check_pickle(archive.read(member))
+                if member.filename.lower().endswith(".pkl"):
+                    _check_pickle(archive.read(member), keys)
         source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile as error:
@@ -119,19 +137,69 @@ def _load(source: IO[bytes], path: Path) -> Any:
         ) from error
     except Exception as error:  # what a damaged file makes torch's unpickler raise
         said = str(error).rpartition("WeightsUnpickler error: ")[2]  # of torch's advice the reason
-        reason = (said.splitlines() or [repr(error)])[0].partition(". ")[0].rstrip(".")
+        reason = (said.strip().splitlines() or [repr(error)])[0].partition(". ")[0].rstrip(".")
         raise InputError(
             f"{path} must hold tensors and plain containers alone, which torch.load reads with "
             f"weights_only=True: {reason}; save a state dict rather than a whole object."
         ) from error
 
 
-def _check_pickle(data: bytes) -> None:
-    """Raise :class:`InputError` where a pickle would take more memory than what is in it."""
+def _check_directory(source: IO[bytes], archive: zipfile.ZipFile) -> None:
+    """Raise :class:`InputError` where torch would read another directory of an archive than zipfile
+    has read: each looks for it in a way of its own.
+    """
+    source.seek(-END - LOCATOR, io.SEEK_END)
+    end = source.read()
+    is_large, at = end.startswith(b"PK\6\7"), int.from_bytes(end[8:16], "little")
+    source.seek(archive.start_dir + 42)  # where the first member is, as it says itself
+    first = int.from_bytes(source.read(4), "little")
+    if (
+        not end.startswith(b"PK\5\6", LOCATOR)  # a comment follows it
+        or (is_large and at + END_OF_LARGE + len(end) != source.seek(0, io.SEEK_END))
+        or first != archive.infolist()[0].header_offset
+    ):
+        raise InputError("its directory must stand at its end alone.")
+
+
+def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
+    """Raise :class:`InputError` where a pickle would take more memory or time than is in it, or
+    gives one of the records ``keys``, in lower case, another name than its own.
+    """
+    stack, marks = list[list[int]](), list[int]()  # of each value: how deep its tuples, its size
+    memo, copied, most = dict[int, list[int]](), 0, 10 * len(data)
     for opcode, argument, _ in pickletools.genops(data):
-        is_far = opcode.name.endswith("PUT") and int(str(argument)) > len(data)
-        if is_far or (opcode.name == "GLOBAL" and str(argument).endswith(" bytearray")):
-            raise InputError(f"it is no pickle of tensors: {opcode.name} {argument}.")
+        name, before = opcode.name, opcode.stack_before
+        is_far = name.endswith("PUT") and int(str(argument)) > len(data)
+        if is_far or (name == "GLOBAL" and str(argument).endswith(" bytearray")):
+            raise InputError(f"it is no pickle of tensors: {name} {argument}.")
+        text = argument if isinstance(argument, str) else ""
+        record = text.partition("\0")[0].lower()
+        if record != text and record in keys:
+            raise InputError(f"it names the record {record} {text!r}.")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+        elif name.endswith("PUT") or name == "MEMOIZE":
+            memo[len(memo) if argument is None else int(str(argument))] = stack[-1]
+        elif name.endswith("GET"):
+            stack.append(memo[int(str(argument))])
+        else:
+            has_mark = pickletools.markobject in before
+            start = marks.pop() if has_mark else len(stack)
+            start -= before.index(pickletools.markobject) if has_mark else len(before)
+            if start < 0:
+                raise InputError("it is no pickle: its stack has no more values.")
+            given = stack[start:]
+            depth = max((each[0] for each in given), default=0) + name.startswith("TUPLE")
+            size = min(sum(each[1] for each in given) + 1 + len(text), most + 1)
+            copied += size if name in CALLS else 0
+            if depth > DEEPEST or copied > most or (name.startswith("TUPLE") and size > most):
+                raise InputError("it has too many tuples in tuples, or copies of one value.")
+            if name in FILLING:
+                given[0][1] = size
+            made = given[0] if name in FILLING else [0 if name in CALLS else depth, size]
+            stack[start:] = [made] * len(opcode.stack_after)
 
 
 def _check_bytes(tensor: torch.Tensor, size: int) -> None:

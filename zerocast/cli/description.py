@@ -9,7 +9,7 @@ import torch
 
 from zerocast.arguments import why_no_memory
 from zerocast.backends.reference.planes import read_plane
-from zerocast.formats import E4M3, E5M2, ElementFormat, decode, decode_e8m0
+from zerocast.formats import E2M1, E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
 from zerocast.numerics import MXNumerics, NVFP4Numerics
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -64,6 +64,10 @@ def describe(name: str, tensor: torch.Tensor) -> TensorDescription:
         _describe_quantized(about, tensor)
     elif why_no_memory(tensor):
         return about
+    elif tensor.dtype == torch.float4_e2m1fn_x2:
+        counts = _counts(tensor.contiguous().view(torch.uint8)).view(16, 16)
+        _describe_codes(about, counts.sum(0) + counts.sum(1), E2M1)
+        about.amax = max(map(abs, about.codes)) if about.codes else None
     elif tensor.dtype in FLOAT8:
         fmt = FLOAT8[tensor.dtype]
         _describe_codes(about, _counts(tensor.contiguous().view(torch.uint8)), fmt)
@@ -145,7 +149,8 @@ def _describe_values(about: TensorDescription, tensor: torch.Tensor) -> None:
     amax, zeros, not_finite = 0.0, 0, 0
     # By the exponent field of FP32: 0 for 2^-127 and less.
     exponents = torch.zeros(256, dtype=torch.int64, device="cpu")
-    for piece in _pieces(tensor):
+    for stored in _pieces(tensor):
+        piece = stored.float() if stored.itemsize == 1 else stored  # which torch counts as they are
         finite = piece if bool(piece.isfinite().all()) else piece[piece.isfinite()]
         not_finite += piece.numel() - finite.numel()
         if finite.numel():

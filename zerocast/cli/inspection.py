@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.description import TensorDescription, describe
+from zerocast.errors import InputError, ZerocastError
 from zerocast.foreign_files import printable
 
 HEAD = (
@@ -42,13 +43,19 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
         InputError, OSError: where it cannot be read, or the page not be written.
     """
     described, others = [], []
-    for name, tensor in entries(path):
-        if tensor is None:
-            others.append(name)
-        else:
-            described.append(describe(name, tensor))
+    try:
+        for name, tensor in entries(path):
+            if tensor is None:
+                others.append(name)
+            else:
+                described.append(describe(name, tensor))
+    except (ZerocastError, OSError, MemoryError, RecursionError):
+        raise
+    except Exception as error:  # a file may give its objects attributes in place of their methods
+        raise InputError(f"{path} cannot be shown: {type(error).__name__}: {error}") from error
     if page is not None:
-        page.write_text(as_html(str(path), described, others), encoding="utf-8")
+        text = as_html(str(path), described, others)
+        page.write_text(text, encoding="utf-8", errors="backslashreplace")
     if as_json:
         return json.dumps([asdict(each) for each in described], indent=1), 0
     return "\n".join([*table(described), "", summary(described, others)]), 0

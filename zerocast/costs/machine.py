@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zerocast.comm import Traffic
 from zerocast.errors import InputError
-from zerocast.foreign_files import read_text
+from zerocast.foreign_files import printable, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,24 @@ class Machine:
         try:
             found = json.loads(read_text(Path(name)))
             tables = (
-                {kind: Cost(**cost) for kind, cost in found[key].items()}
+                {kind: _cost(cost) for kind, cost in found[key].items()}
                 for key in ("collectives", "phases")
             )
-            return cls(found["name"], Cost(**found["network"]), Cost(**found["memory"]), *tables)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            network, memory = _cost(found["network"]), _cost(found["memory"])
+            return cls(printable(str(found["name"])), network, memory, *tables)
+        except (
+            OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError,
+            RecursionError,
+        ) as error:  # fmt: skip
             raise InputError(
                 f"a machine must be one of {', '.join(MACHINES)} or a file that `python -m "
                 f"zerocast fit` wrote, got {name}: {type(error).__name__}: {error}"
             ) from error
+
+
+def _cost(given: Mapping[str, float]) -> Cost:
+    """Return a cost of JSON, in floats: sums of its integers can be too large for one."""
+    return Cost(**{name: number + 0.0 for name, number in given.items()})
 
 
 def messages(kind: str, size: int) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,15 +272,22 @@ class Dialect:
                 f"shape {list(tensors[self.codes].shape)}."
             )
         shape = torch.Size((*rows, columns * (8 // numerics.fmt.bits)))
-        made = QuantizedStorage.empty(shape, dtype, self.recipe, codes.device, columnwise=False)
-        plane, buffers = made.planes[0], made.buffers
-        for name, like in self.encode(made).items():
+        if max(shape) >= 2**31:
+            raise InputError(
+                f"{self.codes} of {self.name} must have dimensions below 2^31, got shape "
+                f"{list(codes.shape)}."
+            )
+        make = partial(QuantizedStorage.empty, shape, dtype, self.recipe, columnwise=False)
+        # Scales that are not given take no memory: rows without elements can be any number.
+        for name, like in self.encode(make(torch.device("meta"))).items():
             given = tensors[name]
             if (given.shape, given.dtype) != (like.shape, like.dtype):
                 raise InputError(
                     f"{name} of {self.name} must be {like.dtype} {list(like.shape)} beside codes "
                     f"of shape {list(codes.shape)}, got {given.dtype} {list(given.shape)}."
                 )
+        made = make(codes.device)
+        plane, buffers = made.planes[0], made.buffers
         buffers[plane.codes_name].copy_(codes.view(torch.uint8))
         scales = without_padding(plane, buffers[plane.scales_name])
         if self._stores_exponents:

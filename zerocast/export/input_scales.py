@@ -85,7 +85,7 @@ def _read(path: Any, part: str) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.endswith(f".{part}")]  # noqa: SIM118
             return {name.removesuffix(f".{part}"): file.get_tensor(name) for name in names}
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, MemoryError, SafetensorError) as error:
         raise InputError(
             f"input_scales must be a mapping or a safetensors file, got {shown(path)}, which "
             f"cannot be read: {error}"

@@ -279,7 +279,9 @@ def _read(folder: Path, device: torch.device) -> NamedTensors:
             open_regular(folder / file).close()
             with safe_open(folder / file, framework="pt", device=str(device)) as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, ValueError, TypeError, LookupError, RecursionError, SafetensorError) as error:
+    except (
+        OSError, ValueError, TypeError, LookupError, RecursionError, MemoryError, SafetensorError,
+    ) as error:  # fmt: skip
         raise InputError(f"{folder} has a file that cannot be read: {error}") from error
     missing = places.keys() - tensors.keys()
     if missing:

@@ -29,6 +29,7 @@ from zerocast.arguments import check_tensor, why_no_memory
 from zerocast.backends import backend_for
 from zerocast.backends.reference.changes import places_in
 from zerocast.errors import DeltaError
+from zerocast.foreign_files import MOST_DIMENSIONS
 from zerocast.numerics import Comparison
 from zerocast.tensors.digest import digest
 
@@ -174,7 +175,8 @@ def _unpacked(
     if not isinstance(dtype, torch.dtype) or dtype not in SENT:
         raise ValueError(f"{dtype} is no dtype of a delta")
     begin, end = _FIXED * 8, (_FIXED + dimensions + 3 * segments) * 8
-    if min(dimensions, segments) < 0 or end > data.nbytes:
+    is_long = dimensions > MOST_DIMENSIONS
+    if is_long or min(dimensions, segments) < 0 or end > data.nbytes:
         raise ValueError(f"{dimensions} dimensions and {segments} segments")
     rest = data[begin:end].clone().view(torch.int64).tolist()
     shape, described = torch.Size(rest[:dimensions]), rest[dimensions:]

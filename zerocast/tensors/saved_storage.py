@@ -57,7 +57,7 @@ def restore_storage(
         InputError: where a buffer, or anything else, is not what a weight of this recipe has.
     """
     recipe, tp_shard = _checked_recipe(recipe), _checked_tp_shard(tp_shard)
-    if rebuild_on_use not in (None, True, False):
+    if not isinstance(rebuild_on_use, bool | None):
         raise _damaged("rebuild_on_use to be a bool or None", repr(rebuild_on_use))
     if not isinstance(amax_group, str | None):
         raise _damaged("amax_group to be a text or None", repr(amax_group))
