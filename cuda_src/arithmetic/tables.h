@@ -99,13 +99,6 @@ struct CodePlane {
     u8* codes;        // of the elements from codes_start on
 };
 
-// Which elements of some of a tensor's were changed; null where nobody asks, and always null beside
-// columnwise codes that are cast. A cast notes bytes of rowwise codes, from codes_start on.
-struct Changes {
-    u64* flags;   // a bit for each element
-    u64* digest;  // [2]: what they add to the digest of the whole tensor, and how many they are
-};
-
 // Under which amax of its tensor an update may write codes that wait for it, by its bits; -1 for
 // none. An amax that was rounded with the elements is seldom another than that of the cast before.
 struct GuessedAmax {
@@ -127,12 +120,11 @@ struct CastShard {
     DelayedState delayed;
     Candidates candidates;
     RandomBits random_bits;
-    Changes changes;
     GuessedAmax* guess;  // null where no update may write codes that wait for the tensor's amax
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 38 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 36 * sizeof(i64), "a row that Python writes");
 
 // One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
 // patterns.
@@ -217,6 +209,12 @@ struct DigestTarget {
     u64* sum;
 };
 static_assert(sizeof(DigestTarget) == 4 * sizeof(i64), "a row that Python writes");
+
+// Which elements of some of a tensor's were changed.
+struct Changes {
+    u64* flags;   // a bit for each element
+    u64* digest;  // [2]: what they add to the digest of the whole tensor, and how many they are
+};
 
 // Elements as they were, and as they are: integers.
 struct Comparison {

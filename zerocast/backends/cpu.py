@@ -57,7 +57,6 @@ class CpuBackend(ReferenceBackend):
     """
 
     name = "cpu"
-    notes_changes = True
     guesses_amaxes = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:

@@ -97,7 +97,7 @@ class Export:
     Attributes:
         comm: the ranks.
         dialect: the checkpoint's.
-        held_amaxes, held_codes: what a refit holds of the casts before, for :class:`ShardPlan`.
+        held_amaxes: what a refit holds of the casts before, for :class:`ShardPlan`.
         entries: in the order of the model, a tied tensor once.
         config: what ``config.json`` says of it: the section, and modules that it names.
 
@@ -128,7 +128,6 @@ class Export:
         self.comm = as_communicator(group)
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
         self.held_amaxes: dict[str, torch.Tensor] | None = None
-        self.held_codes: Mapping[str, torch.Tensor] = {}
         self._owners: EntryOwners | None = None
         with raising_together(self.comm):
             if not isinstance(model, ZeroOptimizer | CastPlan):
@@ -333,7 +332,7 @@ class Export:
         attempt, plan = Attempt(), None
         with attempt:
             if entries:
-                plan = ShardPlan(entries, self._owners, self.held_amaxes, self.held_codes)
+                plan = ShardPlan(entries, self._owners, self.held_amaxes)
                 plan.measure()
         return plan, attempt.error
 

@@ -43,8 +43,6 @@ class Backend(Protocol):
     """
 
     name: str
-    notes_changes: bool
-    """Whether its casts fill :attr:`TensorOperand.changes`."""
     guesses_amaxes: bool
     """Whether its updates write codes under :attr:`TensorOperand.guess`."""
 

@@ -52,7 +52,6 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    notes_changes = False
     guesses_amaxes = False
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
