@@ -255,7 +255,7 @@ def check_equal(receiver: Receiver, refit: Refit) -> None:
 def extra_time(rounds: int) -> None:
     """Deltas beside the cast that they begin with, on one rank, and no gather."""
     values = drawn(SHAPES, torch.float32)
-    keep_freed_memory()  # the cast alone writes new memory, deltas that which is held
+    keep_freed_memory()  # both cast into new memory
     print(f"CPU seconds, medians of {rounds} interleaved rounds on one rank, 1 in 300 "
           f"elements changed")  # fmt: skip
     comm = zerocast.comm.SingleRank()

@@ -99,13 +99,6 @@ struct CodePlane {
     u8* codes;        // of the elements from codes_start on
 };
 
-// Which elements of some of a tensor's were changed; null where nobody asks, and always null beside
-// columnwise codes that are cast. A cast notes bytes of rowwise codes, from codes_start on.
-struct Changes {
-    u64* flags;   // a bit for each element
-    u64* digest;  // [2]: what they add to the digest of the whole tensor, and how many they are
-};
-
 // What 4-over-6 chooses by, too.
 struct CastShard {
     const Master* master;
@@ -119,11 +112,10 @@ struct CastShard {
     DelayedState delayed;
     Candidates candidates;
     RandomBits random_bits;
-    Changes changes;
 
     ZEROCAST_FN i64 size() const { return end - start; }
 };
-static_assert(sizeof(CastShard) == 37 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(CastShard) == 35 * sizeof(i64), "a row that Python writes");
 
 // One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
 // patterns.
@@ -208,6 +200,12 @@ struct DigestTarget {
     u64* sum;
 };
 static_assert(sizeof(DigestTarget) == 4 * sizeof(i64), "a row that Python writes");
+
+// Which elements of some of a tensor's were changed.
+struct Changes {
+    u64* flags;   // a bit for each element
+    u64* digest;  // [2]: what they add to the digest of the whole tensor, and how many they are
+};
 
 // Elements as they were, and as they are: integers.
 struct Comparison {

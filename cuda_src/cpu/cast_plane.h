@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "arithmetic/masters.h"
-#include "cpu/changes.h"
 #include "cpu/encoders.h"
 #include "cpu/numerics.h"
 #include "cpu/strips.h"
@@ -24,20 +23,12 @@ class PlaneCast {
               bool streams = false)
         : plane_(plane),
           choices_(shard.candidates.choices),
-          changes_(shard.changes),
           codes_start_(shard.codes_start),
           master_(master),
           multipliers_(multipliers),
           encoder_(encoder),
           ahead_(ahead),
           streams_(streams) {}
-    PlaneCast(const PlaneCast&) = delete;
-    ~PlaneCast() {
-        if constexpr (WAITS) {
-            if (changes_.flags) store_changed();
-        }
-        add_changes(changes_, digest_, count_);
-    }
 
     const Grid& grid() const { return plane_.grid; }
 
@@ -87,9 +78,6 @@ class PlaneCast {
             Native::Int code[4];
             group<ONE_BLOCK>(end - left, last, &multiplier, positive, code);
             store(last_codes, code);
-            if (changes_.flags)
-                for (i64 i = 0; i < bytes(left); i++)
-                    note<1>(to + i, last_codes + i, last_codes[i] != to[i]);
             memcpy(to, last_codes, bytes(left));
         }
         if (left == 1 || bytes(left) * 8 != left * F::BITS)
@@ -131,31 +119,15 @@ class PlaneCast {
         Native::Int code[4];
         group<BLOCK>(element, x, multiplier, positive, code);
         u8* to = codes(element);
-        if (changes_.flags) {
-            __builtin_prefetch(to + bytes(PREFETCH_AHEAD));
-            keep(to, code);
-        } else {
-            store(to, code, streams(to));
-        }
+        store(to, code, streams(to));
     }
 
     // Codes of whole bytes, from this element on, to where they stay.
     template <class Word, int N>
     ZEROCAST_FN void put(i64 element, const Word (&made)[N]) const {
-        constexpr int BYTES = sizeof(Word);
         u8* to = codes(element);
-        for (int i = 0; i < N; i++, to += BYTES) {
-            auto from = (const u8*)&made[i];
-            if (changes_.flags) {
-                u64 changed = differing<BYTES>(from, to);
-                if (!changed) continue;  // and its memory is not written
-                note<BYTES>(to, from, changed);
-            }
-            if (streams_ && (u64)to % BYTES == 0)
-                stream<BYTES>(to, from);
-            else
-                Native::store(to, made[i]);
-        }
+        for (int i = 0; i < N; i++, to += sizeof(Word))
+            write(to, made[i], streams_ && (u64)to % sizeof(Word) == 0);
     }
 
     // Whether GROUP elements from this one on can be encoded together.
@@ -193,18 +165,12 @@ class PlaneCast {
     // Whether groups without a NaN have a way of their own: of E2M1 it would hardly be faster.
     static constexpr bool SKIPS_NAN = F::BITS == 8;
 
-    // Whether groups that change wait to be stored together, which takes a mask of what differs.
-    static constexpr bool WAITS = W == 16;
-
     CodePlane plane_;
     const u8* choices_;
-    Changes changes_;
     i64 codes_start_;
     const T* master_;  // as if it were the whole weight
     BlockMultipliers multipliers_;
     Encoder encoder_;
-    mutable u64 digest_ = 0, count_ = 0;  // what was changed so far
-    mutable ChangedGroups<BYTES> changed_;
     i64 ahead_;  // how many elements after one that is read another is asked for
     bool streams_;
 
@@ -214,23 +180,23 @@ class PlaneCast {
                            bool positive) const {
         i64 grouped = count / GROUP * GROUP;
         for (i64 i = 0; i < grouped; i += GROUP) {
-            if ((positive || !SKIPS_NAN) && !changes_.flags)
-                i += unnoted<BLOCK>(element + i, x + i, grouped - i, multiplier + i / BLOCK);
+            if (positive || !SKIPS_NAN)
+                i += groups_of_numbers<BLOCK>(element + i, x + i, grouped - i,
+                                              multiplier + i / BLOCK);
             if (i == grouped) break;
             prefetch(x + i, ahead_);
-            if (changes_.flags) __builtin_prefetch(codes(element + i + ahead_));
             Native::Int code[4];
             group<BLOCK>(element + i, x + i, multiplier + i / BLOCK, positive, code);
-            keep(codes(element + i), code);
+            store(codes(element + i), code);
         }
         return grouped;
     }
 
-    // The whole groups where nothing asks what changes, under positive multipliers up to the first
-    // NaN if SKIPS_NAN; returns how many elements they hold. The loop calls no function, so that
-    // constants stay in registers.
+    // The whole groups under positive multipliers, up to the first NaN if SKIPS_NAN; returns how
+    // many elements they hold. The loop calls no function, so that constants stay in registers.
     template <int BLOCK>
-    ZEROCAST_FN i64 unnoted(i64 element, const T* x, i64 count, const float* multiplier) const {
+    ZEROCAST_FN i64 groups_of_numbers(i64 element, const T* x, i64 count,
+                                      const float* multiplier) const {
         u8* to = codes(element);
         i64 i = 0, ahead = ahead_;
         for (; i < count; i += GROUP) {
@@ -290,37 +256,6 @@ class PlaneCast {
         encoder_.group(element, scaled, code);
     }
 
-    // GROUP codes to where they stay.
-    ZEROCAST_FN void keep(u8* to, const Native::Int (&code)[4]) const {
-        if (!changes_.flags) return store(to, code);
-        alignas(64) u8 made[BYTES];  // stays in a register
-        store(made, code);
-        u64 changed = differing<BYTES>(made, to);
-        if constexpr (WAITS) {
-            i64 at = to - plane_.codes;
-            if ((at | bytes(codes_start_)) % BYTES == 0) {
-                count_ += __builtin_popcountll(changed);
-                if (changed_.add(changes_, at, made, changed)) store_changed();
-                return;
-            }
-        }
-        if (!changed) return;  // and its memory is not written
-        note<BYTES>(to, made, changed);
-        store(to, code);
-    }
-
-    void store_changed() const { digest_ += changed_.store(plane_.codes, bytes(codes_start_)); }
-
-    // Notes that the bytes `changed`, a bit each, are going to be what was made, of BYTES bytes
-    // that are cast together.
-    template <int BYTES>
-    ZEROCAST_FN void note(const u8* to, const u8* made, u64 changed) const {
-        if (!changed) return;
-        i64 at = to - plane_.codes;
-        count_ += __builtin_popcountll(changed);
-        digest_ += note_changes<BYTES>(changes_, at, bytes(codes_start_), made, to, changed);
-    }
-
     ZEROCAST_FN void single(i64 element, T master, float multiplier) const {
         float x = round_to<Rounded, Scalar>(value_of(master));
         u8 code = (u8)encoder_.single(element, x * multiplier);
@@ -329,7 +264,6 @@ class PlaneCast {
             bool odd = (element - codes_start_) & 1;
             code = odd ? (*to & 0x0F) | code << 4 : (*to & 0xF0) | code;
         }
-        if (changes_.flags) note<1>(to, &code, code != *to);
         *to = code;
     }
 };

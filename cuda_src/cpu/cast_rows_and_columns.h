@@ -98,16 +98,15 @@ class CastRowsAndColumns {
     template <class Source>
     void turn(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
         bool casts = cast_row >= 0 && regular_;
-        for (i64 c = 0; cast_row >= 0 && !casts && c < cols_; c += GROUP)
-            cast_any(cast_row, c);
+        for (i64 c = 0; cast_row >= 0 && !casts && c < cols_; c += GROUP) cast_any(cast_row, c);
         i64 count = 0;
-        auto cast = [&, group = regular_group(max_of(cast_row, 0)),
-                     irregular = irregular_](i64 c) __attribute__((always_inline)) {
-            bool is_irregular = group(c);
-            if (!Codes::MAY_BE_IRREGULAR) return;
-            irregular[count] = (int)c;
-            count += is_irregular;
-        };
+        auto cast = [&, group = regular_group(max_of(cast_row, 0)), irregular = irregular_](i64 c)
+                        __attribute__((always_inline)) {
+                            bool is_irregular = group(c);
+                            if (!Codes::MAY_BE_IRREGULAR) return;
+                            irregular[count] = (int)c;
+                            count += is_irregular;
+                        };
         auto none = [](i64) {};
         for (i64 c = 0, width; c < cols_; c += width) {
             width = min_of(SEGMENT, cols_ - c);

@@ -4,11 +4,11 @@
 // runs: the flagged elements as they travel: of each run of them the elements left out before it,
 // 16 bits, and its length, 8 bits; then the elements of all runs. A longer gap or run takes several
 // entries. Runs less than an entry's bytes apart are one, which is shorter.
-#include "cpu/changes.h"
-
 #include <string.h>
 
+#include "arithmetic/digest.h"
 #include "cpu/launch.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
@@ -39,7 +39,9 @@ void compare(const Comparison& target, i64 begin, i64 end) {
         target.changes.flags[at / WORD] = changed;
         count += __builtin_popcountll(changed);
     }
-    add_changes(target.changes, digest, count);
+    if (!count) return;
+    __atomic_fetch_add(target.changes.digest, digest, __ATOMIC_RELAXED);
+    __atomic_fetch_add(target.changes.digest + 1, count, __ATOMIC_RELAXED);
 }
 
 // Runs of elements, in order.

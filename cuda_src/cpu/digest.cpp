@@ -1,11 +1,82 @@
 // digest: adds to a sum the digest of a range of a tensor's bytes. A thread takes whole rows of
 // keys.
-#include "cpu/digest_sum.h"
+#include "arithmetic/digest.h"
 #include "cpu/launch.h"
+#include "cpu/simd.h"
 
 namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
+
+// What halfwords are multiplied by in a row: both weights of each line, lower and upper, and the
+// factors of each lane. No register lies in two lines of a cache.
+struct DigestKeys {
+    alignas(64) i32 weights[DIGEST_LINES];
+    alignas(64) i32 plain[DIGEST_LANES];
+    alignas(64) i32 weighted[DIGEST_LANES];
+
+    constexpr DigestKeys() : weights(), plain(), weighted() {
+        for (i64 line = 0; line < DIGEST_LINES; line++)
+            weights[line] = halfword_weight(line, 1) * 65536 | (halfword_weight(line, 0) & 0xFFFF);
+        for (i64 i = 0; i < DIGEST_LANES; i++) {
+            plain[i] = plain_factor(i);
+            weighted[i] = weighted_factor(i);
+        }
+    }
+};
+constexpr DigestKeys DIGEST_KEYS;
+
+constexpr i64 LINE = DIGEST_LINE_BYTES;
+constexpr int LINE_REGISTERS = LINE / sizeof(Native::Int);
+
+ZEROCAST_FN void load_line(Native::Int* line, const u8* from) {
+    for (int k = 0; k < LINE_REGISTERS; k++) {
+        line[k] = Native::load_as<Native::Int>(from + k * sizeof(Native::Int));
+#if defined(__AVX512F__)
+        // Here multiplications take an operand from memory, and each would read the line again.
+        asm("" : "+v"(line[k]));
+#endif
+    }
+}
+
+// The sums over lines of a row, lane by lane: exact, as a row has 64 lines.
+struct DigestSum {
+    typedef Native::Wide Wide;
+
+    Native::Int plain[LINE_REGISTERS] = {}, weighted[LINE_REGISTERS] = {};
+
+    // Adds line `number` of the row.
+    ZEROCAST_FN void add(const Native::Int* line, i64 number) {
+        auto weights = Native::splat(DIGEST_KEYS.weights[number]);
+        for (int k = 0; k < LINE_REGISTERS; k++) {
+            plain[k] = Native::add_products(plain[k], line[k], Native::splat(0x00010001));
+            weighted[k] = Native::add_products(weighted[k], line[k], weights);
+        }
+    }
+    // The digest, in parts, if that is row `row` of the tensor.
+    ZEROCAST_FN Wide digest(i64 row) const {
+        Wide total{};
+        for (int k = 0; k < LINE_REGISTERS; k++) {
+            total += products(plain[k], DIGEST_KEYS.plain + k * Native::WIDTH)
+                     + products(weighted[k], DIGEST_KEYS.weighted + k * Native::WIDTH);
+        }
+        return total * (Wide{} + row_factor(row));
+    }
+
+  private:
+    // Lanes times their factors, added up in pairs.
+    static ZEROCAST_FN Wide products(Native::Int lanes, const i32* factors) {
+        auto even = (Wide)lanes, of_even = Native::load_as<Wide>(factors);
+        return Native::multiply_low_signed(even, of_even)
+               + Native::multiply_low_signed(even >> 32, of_even >> 32);
+    }
+};
+
+ZEROCAST_FN u64 sum_of(Native::Wide parts) {
+    u64 total = 0;
+    for (int i = 0; i < Native::WIDTH / 2; i++) total += parts[i];
+    return total;
+}
 
 // Bytes [at, end) of a row that begins at place `start` of the tensor, one by one.
 u64 digest_bytes(const u8* row, i64 at, i64 end, i64 start) {

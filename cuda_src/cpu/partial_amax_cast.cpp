@@ -75,9 +75,8 @@ bool goes_by_rows(const CastShard& shard, const AdamWUpdate* table) {
     const Grid& grid = shard.rowwise.grid;
     bool is_one_plane = !shard.columnwise.codes && grid.block_h == grid.block_w
                         && (grid.block_w == 32 || grid.block_w == 128);
-    return (is_one_plane || (has_rows_and_columns(shard) && !shard.changes.flags))
-           && grid.cols % GROUP == 0 && shard.round_to == NOMINAL_BF16
-           && shard.master->dtype == NOMINAL_FP32
+    return (is_one_plane || has_rows_and_columns(shard)) && grid.cols % GROUP == 0
+           && shard.round_to == NOMINAL_BF16 && shard.master->dtype == NOMINAL_FP32
            && (!table || Update(*table, shard.start).goes_in_groups());
 }
 
@@ -144,9 +143,10 @@ bool cast_whole_rows(const CastShard& shard, const float* master, const AdamWUpd
     Region region{begin, end};
     region.streams = streams;
     auto cast = [&](const auto& source) {
-        if (both)
-            CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
-        else if (grid.block_w == 32)
+        if constexpr (Native::WIDTH > 4) {
+            if (both) return CastRowsAndColumns<32, F>(shard, multipliers, region, memory)(source);
+        }
+        if (grid.block_w == 32)
             cast_rows<32, F>(shard, source, multipliers, region, memory);
         else
             cast_rows<128, F>(shard, source, multipliers, region, memory);

@@ -248,33 +248,6 @@ ZEROCAST_FN void stream_fence() {
 #endif
 }
 
-// Which of BYTES bytes differ, at most 64: a bit each.
-template <int BYTES>
-ZEROCAST_FN u64 differing(const u8* a, const u8* b) {
-    static_assert(BYTES % 8 == 0 && BYTES <= 64, "a bit for each");
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-    if constexpr (BYTES == 64)
-        return _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
-#endif
-#if defined(__AVX2__)
-    if constexpr (BYTES == 32)
-        return ~(u32)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i*)a),
-                                                            _mm256_loadu_si256((const __m256i*)b)));
-#endif
-#if defined(__SSE2__)
-    if constexpr (BYTES == 16)
-        return 0xFFFF
-               ^ (u32)_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_loadu_si128((const __m128i*)a),
-                                                       _mm_loadu_si128((const __m128i*)b)));
-#endif
-    u64 found = 0;
-    for (int i = 0; i < BYTES; i += 8) {
-        if (Native::load_as<u64>(a + i) == Native::load_as<u64>(b + i)) continue;
-        for (int k = i; k < i + 8; k++) found |= (u64)(a[k] != b[k]) << k;
-    }
-    return found;
-}
-
 // Read one byte an element: WIDTH bytes.
 template <class L>
 ZEROCAST_FN typename L::Int load_bytes(const u8* from) {

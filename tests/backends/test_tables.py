@@ -65,7 +65,7 @@ def everything() -> TensorOperand:
     candidates = FourOverSixErrors.carve(torch.zeros(1, dtype=torch.int32), GRID, SharedBlocks())
     return TensorOperand(
         (FULL, FULL), tensor_amax=ONE, amax=ONE, delayed=DelayedState(ONE, ONE, ONE),
-        candidates=candidates, rounding=Rounding(ONE), values=ONE, changes=CHANGES,
+        candidates=candidates, rounding=Rounding(ONE), values=ONE,
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def sent_by(backend, dialect, comm):
     "dialect", ["compressed-tensors/fp8-tensor", "deepseek/fp8", "modelopt/mxfp8", "modelopt/nvfp4"]
 )
 def test_every_backend_sends_the_same_deltas(name, dialect):
-    """Those of the reference, byte by byte: some note what a cast changes, others compare."""
+    """Those of the reference, byte by byte."""
 
     def run(comm, backend):
         return sent_by(backend, dialect, comm)

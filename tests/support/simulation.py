@@ -35,6 +35,7 @@ from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import draw_values
 from zerocast import errors
+from zerocast.cast.verified import _compared
 from zerocast.comm import Communicator, InProcessCommunicator, SingleRank, buffers
 from zerocast.comm.communicator import Parts, Wait
 from zerocast.layout import Extent, chunk
@@ -461,7 +462,9 @@ def noted(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if fault == "raises":
             raise error
         if fault == "flips":
-            args[1][-1].view(torch.uint8).view(-1)[:1] ^= 1
+            verification, comm = args
+            last = _compared(verification._weights[comm][-1])[-1]
+            last.view(torch.uint8).view(-1)[:1] ^= 1
         weights = getattr(LOCAL.rank.steps, "weights", []) if fault.endswith("inside") else []
         buffers = [b for w in weights for b in w.quantized_storage._buffers.values()]  # no wait
         before = [buffer.clone() for buffer in buffers]

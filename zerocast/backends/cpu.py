@@ -57,7 +57,6 @@ class CpuBackend(ReferenceBackend):
     """
 
     name = "cpu"
-    notes_changes = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self._library = native_library.load()

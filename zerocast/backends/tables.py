@@ -21,7 +21,6 @@ from zerocast.numerics import (
     NOMINALS,
     AdamWNumbers,
     AdamWUpdate,
-    Changes,
     CodeCopy,
     Comparison,
     DigestedBytes,
@@ -129,7 +128,6 @@ def cast_row(
         *delayed_fields(shard, address),
         *candidate_fields(shard.candidates, address, list_address),
         *draw_fields(shard, address),
-        *change_fields(shard.changes, address),
     ]
 
 
@@ -177,13 +175,6 @@ def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
         return [address(state.scale), 0, 0, 0]
     tensors = state.scale, state.cast_scale, state.amax_history
     return [*map(address, tensors), state.amax_history.numel()]
-
-
-def change_fields(changes: Changes | None, address: Address) -> list[int]:
-    """Changes."""
-    if changes is None:
-        return [0] * 2
-    return [address(changes.flags), address(changes.digest)]
 
 
 def candidate_fields(
@@ -304,7 +295,8 @@ def comparison_row(target: Comparison, address: Address) -> list[int]:
         values.numel(),
         values.itemsize,
         target.first,
-        *change_fields(target.changes, address),
+        address(target.changes.flags),
+        address(target.changes.digest),
     ]
 
 

@@ -98,7 +98,7 @@ class Export(Uncopied):
     Attributes:
         comm: the ranks.
         dialect: the checkpoint's.
-        held_amaxes, held_codes: what a refit holds of the casts before, for :class:`ShardPlan`.
+        held_amaxes: what a refit holds of the casts before, for :class:`ShardPlan`.
         entries: in the order of the model, a tied tensor once.
         config: what ``config.json`` says of it: the section, and modules that it names.
 
@@ -131,7 +131,6 @@ class Export(Uncopied):
         self.comm = as_communicator(group)
         self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
         self.held_amaxes: dict[str, torch.Tensor] | None = None
-        self.held_codes: Mapping[str, torch.Tensor] = {}
         self._owners: EntryOwners | None = None
         with raising_together(self.comm):
             if not isinstance(model, ZeroOptimizer | CastPlan):
@@ -335,7 +334,7 @@ class Export(Uncopied):
         attempt, plan = Attempt(), None
         with attempt:
             if entries:
-                plan = ShardPlan(entries, self._owners, self.held_amaxes, self.held_codes)
+                plan = ShardPlan(entries, self._owners, self.held_amaxes)
                 plan.measure()
         return plan, attempt.error
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
 from zerocast.arguments import present
-from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
 from zerocast.cast.consistency import exchange_owners
 from zerocast.cast.shard_spec import NO_CODES, ShardBuffers, ShardSpec
@@ -19,7 +17,7 @@ from zerocast.export.entries import Entry, Shard
 from zerocast.export.gathered import ONE_BY_ONE_FROM, allocate_codes, start_scales
 from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
-from zerocast.numerics import INFINITY_BITS, Changes, NVFP4Numerics
+from zerocast.numerics import INFINITY_BITS, NVFP4Numerics
 from zerocast.sharded.all_gather_input import CastShard
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -78,14 +76,11 @@ class ShardPlan(CastPlan):
         owners: who owns what of them.
         held_amaxes: by name, int32 [2], the tensor amaxes under which NVFP4 was cast before, which
             this holds or changes (:func:`hold`); None to cast under the weights' own.
-        held_codes: by name what :attr:`own` was after the cast before, to be written again.
 
     Attributes:
         storages: by name tensor amaxes, and the scales that every rank makes.
         own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
             elements in them are 0.
-        changes: by name, of those with ``held_codes``, the bytes of these that the cast changed:
-            where the backend notes them and there is one matrix, else ``own`` is other memory.
     """
 
     _one_by_one_from: int
@@ -95,26 +90,18 @@ class ShardPlan(CastPlan):
         entries: Sequence[Entry],
         owners: EntryOwners,
         held_amaxes: dict[str, torch.Tensor] | None = None,
-        held_codes: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._names, self._owners = [entry.name for entry in entries], owners
         self._held_amaxes = held_amaxes
         self.storages: dict[str, QuantizedStorage] = {}
         self.own: dict[str, torch.Tensor] = {}
-        self.changes: dict[str, Changes] = {}
         self._scales: dict[str, list[OwnScales]] = {}  # of each matrix
         shards: list[Shard] = []
         for entry in entries:
             shard = present(entry.shard)
             storage, scales = _cast_shard(entry, shard.extent)
             first, last = byte_span(storage.form.numerics.fmt, shard.extent.start, shard.extent.end)
-            own = held_codes.get(entry.name)
-            device = storage.device
-            notes_changes = backend_for(device).notes_changes and not storage.stack
-            if own is not None and notes_changes:  # noted of one matrix
-                self.changes[entry.name] = storage.changes = Changes.none(len(own), device)
-            else:
-                own = torch.zeros(last - first, dtype=torch.uint8, device=device)
+            own = torch.zeros(last - first, dtype=torch.uint8, device=storage.device)
             self.own[entry.name], self.storages[entry.name] = own, storage
             if scales:
                 self._scales[entry.name] = scales

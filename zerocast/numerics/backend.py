@@ -43,8 +43,6 @@ class Backend(Protocol):
     """
 
     name: str
-    notes_changes: bool
-    """Whether its casts fill :attr:`TensorOperand.changes`."""
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast

@@ -237,14 +237,13 @@ class Comparison:
     """Elements as they were, and as they are.
 
     Attributes:
-        held: the elements as they were, of the dtype of ``values``; None where a cast noted what it
-            changed.
+        held: the elements as they were, of the dtype of ``values``.
         values: integers, flat and contiguous, as they are.
         first: the place of the first in the whole tensor.
-        changes: of these elements, none yet or those that a cast noted.
+        changes: of these elements, none yet.
     """
 
-    held: torch.Tensor | None
+    held: torch.Tensor
     values: torch.Tensor
     first: int
     changes: Changes
@@ -293,9 +292,6 @@ class TensorOperand:
         whole: of the extent, the rows of blocks of all planes that one pass measures and casts
             (:meth:`Backend.partial_amax_cast`), or chooses scales for and casts
             (:meth:`Backend.partial_select`).
-        changes: of the bytes of codes of a tensor with one plane that is cast, where the backend
-            :attr:`~Backend.notes_changes`: from :attr:`codes_start` on, where the codes of the cast
-            before stand.
     """
 
     planes: tuple[PlaneBuffers, ...]
@@ -311,7 +307,6 @@ class TensorOperand:
     advances: bool = True
     values: torch.Tensor | None = None
     whole: Extent = NOTHING
-    changes: Changes | None = None
 
     @property
     def grid(self) -> BlockGrid:

@@ -70,7 +70,7 @@ def changed_segments(comparisons: Sequence[Comparison]) -> list[Segment]:
     on one device, and there is at least one.
     """
     backend = backend_for(comparisons[0].values.device)
-    backend.compare([each for each in comparisons if each.held is not None])()
+    backend.compare(comparisons)()
     found = backend.runs(comparisons)
     return [Segment(each.first, *one) for each, one in zip(comparisons, found, strict=True)]
 

@@ -173,11 +173,6 @@ class Refit(Uncopied):
     def _deltas(self, since: int | None) -> Iterator[NamedTensor]:
         export, version, self._is_complete = self.export(), self.version + 1, False
         check_cuts(export)
-        if since is not None:
-            export.held_codes = {
-                entry.name: self._held[name].values.view(torch.uint8)
-                for name, entry in _codes(export, export.entries).items()
-            }
         for stage in itertools.chain(*export.plan_stages()):
             yield from self._deltas_of(export, stage.entries, since, version)
         self.version, self._is_complete = version, True
@@ -186,17 +181,14 @@ class Refit(Uncopied):
         self, export: Export, stage: Sequence[Entry], since: int | None, version: int
     ) -> Iterator[NamedTensor]:
         plan, tensors, pieces = self._cast(export, stage)
-        codes = _codes(export, stage)
         if since is None:
             tensors = tensors or export.gather(stage, plan)()
             # What is not held any longer would stand beside the whole tensors and their copies.
-            changes, plan = self._hold(pieces, codes), None
+            changes, plan = self._hold(pieces, _codes(export, stage)), None
             pieces = [replace(p, values=self._held[p.name].values) for p in pieces]
             found = [[whole_segment(tensors[piece.name])] for piece in pieces]
         else:
-            noted = {} if plan is None else plan.changes
-            by_stored = {n: noted[e.name] for n, e in codes.items() if e.name in noted}
-            found, changes = self._changes(pieces, by_stored)
+            found, changes = self._changes(pieces)
         for piece, segments, change in zip(pieces, found, changes, strict=True):
             held = self._held[piece.name]
             held.checksum = (held.checksum + change + 2**63) % 2**64 - 2**63  # an int64
@@ -248,29 +240,25 @@ class Refit(Uncopied):
             self._held[piece.name] = _Held(values, 0)
         return _summed(pieces, [digest(piece.values, piece.start) for piece in pieces])
 
-    def _changes(
-        self, pieces: Sequence[Piece], noted: Mapping[str, Changes]
-    ) -> tuple[list[list[Segment]], list[int]]:
+    def _changes(self, pieces: Sequence[Piece]) -> tuple[list[list[Segment]], list[int]]:
         """Hold ``pieces``; return what all ranks' differ in from those that were held, and by how
-        much it changes the digests of the whole tensors. Those in ``noted`` are held already.
+        much it changes the digests of the whole tensors.
         """
         comparisons = []
         for piece in pieces:
-            held = None if piece.name in noted else as_integers(self._held[piece.name].values)
+            held = as_integers(self._held[piece.name].values)
             values = as_integers(piece.values.contiguous())
-            changes = noted.get(piece.name) or Changes.none(len(values), values.device)
+            changes = Changes.none(len(values), values.device)
             comparisons.append(Comparison(held, values, piece.start, changes))
         own = changed_segments(comparisons)
         sums = _summed(pieces, [each.changes.digest for each in comparisons])
         return _gathered(pieces, own), sums
 
 
-def _codes(export: Export, entries: Sequence[Entry]) -> dict[str, Entry]:
-    """Return the entries whose codes this rank casts into memory of its own, by their codes'
-    names.
-    """
+def _codes(export: Export, entries: Sequence[Entry]) -> set[str]:
+    """Return the names of the codes that this rank casts into memory of its own."""
     return {
-        entry.stored_name(export.dialect.of(entry.name).codes): entry
+        entry.stored_name(export.dialect.of(entry.name).codes)
         for entry in entries
         if entry.shard is not None and entry.tp_shard is None
     }

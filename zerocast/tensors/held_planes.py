@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import torch
 
 from zerocast.layout import BlockGrid, Plane
-from zerocast.numerics import Changes
 from zerocast.recipes import Form, Recipe
 from zerocast.tensors.tp_shard import TensorParallelShard
 
@@ -25,10 +24,7 @@ class HeldPlanes:
         recipe: the scheme that gives the bytes their meaning.
         tp_shard: the rows or columns that this weight is of a larger one; None for a whole weight.
             A cast of it is collective over the tensor-parallel group, too.
-        changes: where casts note which bytes of this rank's codes they change; None for nowhere.
     """
-
-    changes: Changes | None = None
 
     def __init__(
         self,

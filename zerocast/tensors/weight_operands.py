@@ -107,7 +107,6 @@ def tensor_operand(
         candidates,
         _rounding(storage, storage.planes[0]),
         advances or delayed is None,
-        changes=storage.changes,
     )
 
 

@@ -18,7 +18,6 @@ _MOST_GAP, _MOST_LENGTH, _ENTRY_BYTES = (1 << 16) - 1, (1 << 8) - 1, 3
 def compare(target: Comparison) -> None:
     """Flag what differs of one comparison, and store it."""
     held, values, changes = target.held, target.values, target.changes
-    assert held is not None
     places = (held != values).nonzero().view(-1)
     changes.flags.scatter_add_(0, places // _BITS, torch.ones_like(places) << places % _BITS)
     change = digest_of(values[places], places + target.first, held[places])

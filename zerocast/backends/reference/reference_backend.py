@@ -52,7 +52,6 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    notes_changes = False
 
     def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
         return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
