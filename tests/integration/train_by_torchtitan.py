@@ -300,7 +300,7 @@ def run(cell: Cell, folder: Path) -> str:
     if mode == "resumed":
         again = result_of(cell, folder, load=3)[0]
         # torchtitan saves tensors alone, so draws of gradients begin anew.
-        draws = recipe_named(cell.recipe).for_role("grad_output").has_state
+        draws = recipe_named(cell.recipe).for_role("grad_output").state
         near(again[:1], losses[3:4], rel=0)
         near(again, losses[3:], rel=1e-3 if draws else 0)
     return f"trained loss={' '.join(f'{loss:.4f}' for loss in losses)}; {said}"
