@@ -17,11 +17,14 @@ from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.errors import UnsupportedError
-from zerocast.nn import regions
+from zerocast.nn import recompute, regions
 from zerocast.nn.autocast import autocast
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.recompute import checkpoint_contexts
 from zerocast.recipes import NVFP4BlockScaling, QParams
+
+# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
+breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 def plain(model, x):
@@ -243,6 +246,19 @@ def test_a_compiled_function_is_not_recomputed_unquantized():
             found = step(model, x, run=partial(nn.checkpoint, compiled), **options)
             assert_same_tensors(found, expected)
         assert_same_tensors(step(model, x, run=partial(run, compiled)), step(model, x))
+
+
+@breaks
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_nor_is_one_whose_graph_leaves_quantized_layers_out(use_reentrant, monkeypatch):
+    """As under a recipe with state; also if no graph has held a quantized product before."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(recompute, "_graphs", recompute.FirstRuns())
+    model, x = every_layer()[1:], torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+    compiled = torch.compile(model, backend="aot_eager")
+    run = partial(torch_checkpoint, compiled, use_reentrant=use_reentrant)
+    with pytest.raises(UnsupportedError, match=r"a compiled function .* zerocast\.nn\.checkpoint"):
+        step(model, x, RECIPES["delayed"], run)
 
 
 def test_two_uses_of_a_layer_draw_different_numbers():

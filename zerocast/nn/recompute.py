@@ -88,23 +88,23 @@ def as_in_first_run(layer: QuantizedLayer) -> AbstractContextManager[None]:
         if runs is None:
             runs = layer._first_runs = FirstRuns()
         evaluates = not (layer.training or torch.is_grad_enabled())
-        runs.add(_recipe_of(region), evaluates=evaluates)
+        runs.add(recipe_of(region), evaluates=evaluates)
         return nullcontext()
     state = current_recompute_state()
     if runs is None or (state is not None and state.replays):
         return nullcontext()
     recipes = runs.read()
     if region.was_entered_in_this_backward:
-        recipes = {_recipe_of(region)}
+        recipes = {recipe_of(region)}
     recipe = next(iter(recipes), None)
     if len(recipes) > 1 or (recipe is not None and recipe.has_forward_state):
         raise _unknown(layer.name or type(layer).__name__, recipes)
-    if recipe == _recipe_of(region):
+    if recipe == recipe_of(region):
         return nullcontext()
     return regions.resumed(regions.without_amaxes(recipe))
 
 
-def _recipe_of(region: Autocast) -> Recipe | None:
+def recipe_of(region: Autocast) -> Recipe | None:
     """Return the recipe on which what a layer does under ``region`` depends."""
     recipe = region.recipe
     if region.enabled or (region.calibrating and recipe is not None and recipe.has_forward_state):

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.nn.recompute import as_in_first_run
-from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, is_traced
+from zerocast.nn.recompute import as_in_first_run, note_compiled_run, recipe_of
+from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, current, is_traced
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -53,9 +53,14 @@ def eager_in_regions(forward: Forward) -> Forward:
                 "forwards or where calibrating=True stands beside enabled=False, and none in an "
                 "asyncio task or another thread than the region's"
             )
-            return torch.compiler.disable(run)(self, *args, **options)
+            return torch.compiler.disable(run_uncompiled)(self, *args, **options)
         with as_in_first_run(self):
             return forward(self, *args, **options)
+
+    def run_uncompiled(*args: Any, **options: Any) -> Any:
+        # The compiled function, too, may be computed again without its region.
+        note_compiled_run(recipe_of(current()))
+        return run(*args, **options)
 
     return cast("Forward", run)
 
