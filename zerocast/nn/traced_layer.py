@@ -14,7 +14,15 @@ import torch
 
 from zerocast.errors import UnsupportedError
 from zerocast.nn.recompute import as_in_first_run, note_compiled_run, recipe_of
-from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, current, is_traced
+from zerocast.nn.regions import (
+    HIGH_PRECISION,
+    NO_REGION,
+    OLDER_TORCH,
+    UNTRACEABLE,
+    current,
+    is_exporting,
+    is_traced,
+)
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -40,18 +48,18 @@ def eager_in_regions(forward: Forward) -> Forward:
             holds = holds and not any(isinstance(each, QuantizedTensor) for each in args)
             if holds:
                 return forward(self, *args, **options)
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise UnsupportedError(
-                    f"torch.export cannot hold what a layer does under zerocast.autocast with a "
-                    f"recipe that keeps state between forwards, nor layers with quantized "
-                    f"inputs or outputs, got {self.name or type(self).__name__}; export the model "
-                    f"outside of the region."
+                    f"{OLDER_TORCH}torch.export cannot hold what a layer does under "
+                    f"zerocast.autocast with a recipe that keeps state between forwards, nor "
+                    f"layers with quantized inputs or outputs, got "
+                    f"{self.name or type(self).__name__}; export the model outside of the region."
                 )
             torch._dynamo.graph_break(
-                msg="under zerocast.autocast no layers are traced that are tensor-parallel or have "
-                "quantized inputs or outputs, none under a recipe that keeps state between "
-                "forwards or where calibrating=True stands beside enabled=False, and none in an "
-                "asyncio task or another thread than the region's"
+                msg=f"{OLDER_TORCH}under zerocast.autocast no layers are traced that are "
+                "tensor-parallel or have quantized inputs or outputs, none under a recipe that "
+                "keeps state between forwards or where calibrating=True stands beside "
+                "enabled=False, and none in an asyncio task or another thread than the region's"
             )
             return torch.compiler.disable(run_uncompiled)(self, *args, **options)
         with as_in_first_run(self):
