@@ -13,16 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerocast.errors import UnsupportedError
+from zerocast.nn import regions
 from zerocast.nn.recompute import as_in_first_run, note_compiled_run, recipe_of
-from zerocast.nn.regions import (
-    HIGH_PRECISION,
-    NO_REGION,
-    OLDER_TORCH,
-    UNTRACEABLE,
-    current,
-    is_exporting,
-    is_traced,
-)
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -39,24 +31,24 @@ def eager_in_regions(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        if is_traced():
+        if regions.is_traced():
             recipe = self._traced_recipe()
-            if recipe in (NO_REGION, HIGH_PRECISION):
+            if recipe in (regions.NO_REGION, regions.HIGH_PRECISION):
                 return forward(self, *args, **options)
-            holds = recipe != UNTRACEABLE and self.is_traceable
+            holds = recipe != regions.UNTRACEABLE and self.is_traceable
             holds = holds and not options.get("fp8_output", False)
             holds = holds and not any(isinstance(each, QuantizedTensor) for each in args)
             if holds:
                 return forward(self, *args, **options)
-            if is_exporting():
+            if regions.is_exporting():
                 raise UnsupportedError(
-                    f"{OLDER_TORCH}torch.export cannot hold what a layer does under "
+                    f"{regions.OLDER_TORCH}torch.export cannot hold what a layer does under "
                     f"zerocast.autocast with a recipe that keeps state between forwards, nor "
                     f"layers with quantized inputs or outputs, got "
                     f"{self.name or type(self).__name__}; export the model outside of the region."
                 )
             torch._dynamo.graph_break(
-                msg=f"{OLDER_TORCH}under zerocast.autocast no layers are traced that are "
+                msg=f"{regions.OLDER_TORCH}under zerocast.autocast no layers are traced that are "
                 "tensor-parallel or have quantized inputs or outputs, none under a recipe that "
                 "keeps state between forwards or where calibrating=True stands beside "
                 "enabled=False, and none in an asyncio task or another thread than the region's"
@@ -67,7 +59,7 @@ def eager_in_regions(forward: Forward) -> Forward:
 
     def run_uncompiled(*args: Any, **options: Any) -> Any:
         # The compiled function, too, may be computed again without its region.
-        note_compiled_run(recipe_of(current()))
+        note_compiled_run(recipe_of(regions.current()))
         return run(*args, **options)
 
     return cast("Forward", run)
