@@ -4,7 +4,7 @@ import torch
 
 from zerocast.errors import TorchVersionError
 
-OLDEST_TORCH = "2.13"
+OLDEST_TORCH = "2.11"
 """As in pyproject.toml, by which pip chooses, and README.md."""
 
 if torch.__version__ < OLDEST_TORCH:

@@ -19,11 +19,15 @@ from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.errors import UnsupportedError
-from zerocast.nn import regions
+from zerocast.nn import recompute, regions
 from zerocast.nn.autocast import autocast
 from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.recompute import checkpoint_contexts
+from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
 from zerocast.recipes import NVFP4BlockScaling, QParams
+
+# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
+breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 def plain(model, x):
@@ -277,27 +281,42 @@ def test_models_in_evaluation_mode_are_recomputed_quantized(run):
     assert_same_tensors(*results)
 
 
-def test_a_compiled_function_is_not_recomputed_unquantized():
+@breaks
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_compiled_function_is_not_recomputed_unquantized(use_reentrant, inside):
     """Left by its region it would be another graph, of plain products: an error, or right."""
+    torch._dynamo.reset()
     model = every_layer()[1:]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for use_reentrant in (True, False):
-        run = partial(torch_checkpoint, use_reentrant=use_reentrant)
-        for inside in (True, False):
-            x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
-            options = {"recipe": RECIPES["current"], "inside": inside}
-            expected = step(model, x, **options)
-            if inside:
-                assert_same_tensors(step(model, x, run=partial(run, compiled), **options), expected)
-            else:
-                with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint"):
-                    step(model, x, run=partial(run, compiled), **options)
-            found = step(model, x, run=partial(nn.checkpoint, compiled), **options)
-            assert_same_tensors(found, expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=GRAPHS_HOLD_PRODUCTS)
+    run = partial(torch_checkpoint, use_reentrant=use_reentrant)
+    x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+    options = {"recipe": RECIPES["current"], "inside": inside}
+    expected = step(model, x, **options)
+    if inside:
+        assert_same_tensors(step(model, x, run=partial(run, compiled), **options), expected)
+    else:
         with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint"):
-            step(model, x, run=partial(run, compiled))  # nobody knows whether it was quantized
-        found = step(model, x, run=partial(nn.checkpoint, compiled))
-        assert_same_tensors(found, step(model, x))
+            step(model, x, run=partial(run, compiled), **options)
+    found = step(model, x, run=partial(nn.checkpoint, compiled), **options)
+    assert_same_tensors(found, expected)
+    with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint"):
+        step(model, x, run=partial(run, compiled))  # nobody knows whether it was quantized
+    found = step(model, x, run=partial(nn.checkpoint, compiled))
+    assert_same_tensors(found, step(model, x))
+
+
+@breaks
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_nor_is_one_whose_graph_leaves_quantized_layers_out(use_reentrant, monkeypatch):
+    """As under a recipe with state; also if no graph has held a quantized product before."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(recompute, "_compiled", set())
+    model, x = every_layer()[1:], torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+    compiled = torch.compile(model, backend="aot_eager")
+    run = partial(torch_checkpoint, compiled, use_reentrant=use_reentrant)
+    with pytest.raises(UnsupportedError, match=r"a compiled function .* zerocast\.nn\.checkpoint"):
+        step(model, x, RECIPES["delayed"], run)
 
 
 def test_two_uses_of_a_layer_draw_different_numbers():

@@ -1,4 +1,6 @@
-"""Quantized products inside torch.compile: one graph, and the bytes of an uncompiled layer."""
+"""Quantized products inside torch.compile: one graph, and the bytes of an uncompiled layer. Before
+torch 2.13 the same bytes with breaks.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
@@ -13,6 +15,7 @@ from tests.support.layers import RECIPES, step
 from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
+from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import quantized_tensor
 from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
@@ -91,6 +94,7 @@ CASES = [
 CASES.append(pytest.param(STATELESS["nvfp4"], "quantized", "nowhere", id="nvfp4-nowhere"))
 
 
+@breaks
 @pytest.mark.parametrize(("recipe", "weights", "entered"), CASES)
 def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entered):
     """Without a graph break, the region entered around the compiled function or in it, or none;
@@ -100,7 +104,8 @@ def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entere
     model = Fused(weights, recipe, layers)
     eager = model if entered == "nowhere" else in_region(model, recipe)
     inside = eager if entered == "inside" else model
-    compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    whole = GRAPHS_HOLD_PRODUCTS or entered == "nowhere"
+    compiled = torch.compile(inside, backend="aot_eager", fullgraph=whole)
     run = in_region(compiled, recipe) if entered == "outside" else compiled
     for _ in range(2):
         assert_same_tensors(results(model, run), results(model, eager))
@@ -108,6 +113,7 @@ def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entere
             layers[0].weight.copy_(torch.randn(96, 64))
 
 
+@breaks
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
@@ -115,13 +121,14 @@ def test_inductor_with_dynamic_shapes(weights):
     """Three numbers of rows by graphs that are compiled once or twice; BF16."""
     recipe = STATELESS["block"]
     model = make(weights, recipe, torch.bfloat16)
-    compiled = torch.compile(model, backend="inductor", fullgraph=True, dynamic=True)
+    whole = GRAPHS_HOLD_PRODUCTS
+    compiled = torch.compile(model, backend="inductor", fullgraph=whole, dynamic=True)
 
     shapes = {"rows": (6, 8, 13), "dtype": torch.bfloat16}
     expected = results(model, in_region(model, recipe), **shapes)
     torch._dynamo.utils.counters.clear()
     assert_same_tensors(results(model, in_region(compiled, recipe), **shapes), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 or not whole
 
 
 @breaks
@@ -130,7 +137,7 @@ def test_no_region_is_a_constant():
     under its own, and one recipe has one graph whatever the object.
     """
     model, x = make("high_precision", STATELESS["current"]), torch.ones(32, 64)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=GRAPHS_HOLD_PRODUCTS)
 
     def run(module):
         outputs = [module(x)]
@@ -144,7 +151,7 @@ def test_no_region_is_a_constant():
 
     torch._dynamo.utils.counters.clear()
     assert_same_tensors(run(compiled), run(model))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert not GRAPHS_HOLD_PRODUCTS or torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     with zerocast.autocast(recipe="current"), ThreadPoolExecutor(1) as pool:
         in_no_region = pool.submit(torch.compile(model, backend="aot_eager"), x).result()
     assert_same_bytes(in_no_region, model(x), "another thread")
@@ -157,7 +164,7 @@ def test_state_of_the_forward_breaks_the_graph(recipe):
     says why not. State of the gradients alone is no such state.
     (:mod:`tests.nn.test_compile_memory` has the rest.)
     """
-    whole = not RECIPES[recipe].has_forward_state
+    whole = GRAPHS_HOLD_PRODUCTS and not RECIPES[recipe].has_forward_state
     models = [make("high_precision", RECIPES[recipe]) for _ in range(3)]
     entered = [in_region(model, RECIPES[recipe]) for model in models[:2]]
     runs = [
@@ -226,6 +233,7 @@ def planned(model, **options):
     return zerocast.CastPlan(weights, masters, [0] * len(weights), **options), masters
 
 
+@breaks
 @pytest.mark.parametrize("in_region", [False, True])
 def test_a_cast_before_the_backward(in_region):
     """The backward of a graph that saved codes, which a cast has written since, is an error; that
@@ -233,7 +241,8 @@ def test_a_cast_before_the_backward(in_region):
     """
     recipe = STATELESS["block"]
     model = make("quantized", recipe)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    whole = GRAPHS_HOLD_PRODUCTS or not in_region
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
     plan, masters = planned(model)
 
     def loss_of(x):
@@ -247,7 +256,7 @@ def test_a_cast_before_the_backward(in_region):
     plan.cast()
     plan.all_gather()
     if in_region:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="modified by an inplace|have been written since"):
             loss.backward()
     else:
         assert_same_bytes(torch.autograd.grad(loss, x)[0], wanted, "gradient")
@@ -284,7 +293,7 @@ def test_export_and_trace(recipe):
     assert_same_bytes(exported(x), model(x), "output")
 
     region = InRegion(model, RECIPES[recipe])
-    if not RECIPES[recipe].has_forward_state:
+    if GRAPHS_HOLD_PRODUCTS and not RECIPES[recipe].has_forward_state:
         exported = torch.export.export(region, (x,)).module()
         assert_same_bytes(exported(x), region(x), "output in a region")
     else:
@@ -304,6 +313,8 @@ def test_export_and_trace(recipe):
 @pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching:UserWarning")
 def test_the_cache_on_disk_offers_no_graph_from_before_a_renaming(tmp_path, monkeypatch):
     """A graph is found again under the names of today, and under no others."""
+    if not GRAPHS_HOLD_PRODUCTS:
+        pytest.skip("needs torch 2.13: the cache looks at what a weight states to the compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters, hits = torch._dynamo.utils.counters, []
     for names in (NAMES_IN_GRAPHS, NAMES_IN_GRAPHS, ("OfAnotherVersion", *NAMES_IN_GRAPHS[1:])):

@@ -1,5 +1,5 @@
 """Compiled layers under recipes with state: the bytes of an uncompiled model, its state included;
-one graph where the forward has no state.
+one graph where the forward has no state and the release of torch can hold it.
 """
 
 import copy
@@ -19,6 +19,7 @@ from tests.support.layers import RECIPES, gradients
 from tests.support.models import every_layer, recipe_state
 from tests.support.ranks import run_ranks
 from zerocast import nn
+from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
 
 DELAYED, DRAWN = RECIPES["delayed"], RECIPES["nvfp4"]
 # Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
@@ -66,7 +67,7 @@ def assert_compiles(recipe, run, *, expected=None, backend="aot_eager", weights=
     model = every_layer(weights)
     twin, expected = copy.deepcopy(model), expected or run
     wanted = results(model, lambda x: expected(model, x), recipe, **options)
-    whole = not recipe.has_forward_state
+    whole = GRAPHS_HOLD_PRODUCTS and not recipe.has_forward_state
     compiled = torch.compile(lambda x: run(twin, x), backend=backend, fullgraph=whole)
     assert_same_tensors(results(twin, compiled, recipe, **options), wanted)
 
@@ -117,7 +118,7 @@ def test_our_checkpoint_around_a_compiled_function(recipe, use_reentrant):
     """
     model = every_layer()[1:]
     twin = copy.deepcopy(model)
-    whole = not recipe.has_forward_state
+    whole = GRAPHS_HOLD_PRODUCTS and not recipe.has_forward_state
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=whole)
     expected = results(model, model, recipe)
 
@@ -137,12 +138,14 @@ def test_a_graph_is_for_all_layers_of_a_kind():
     models += [copy.deepcopy(models[0]), copy.copy(models[1])]
     twins = copy.deepcopy(models)
     torch._dynamo.utils.counters.clear()
-    compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
+    whole = GRAPHS_HOLD_PRODUCTS
+    compiled = [torch.compile(twin, backend="aot_eager", fullgraph=whole) for twin in twins]
     for _ in range(2):
         for model, twin, run in zip(models, twins, compiled, strict=True):
             expected = results(model, model, DRAWN, steps=1)
             assert_same_tensors(results(twin, run, DRAWN, steps=1), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # and an evaluation
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 2 or not whole  # and an evaluation
     for each in (models[0], twins[0]):
         each.load_state_dict(models[1].state_dict())
         each.requires_grad_(False)

@@ -142,6 +142,8 @@ def test_arguments_mean_what_the_operands_mean(name, product):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_real_call_gives_the_product_of_the_dequantized_operands(name, product, dtype):
     """torch._scaled_mm on the CPU, with a bias where there is one."""
+    if name == "rowwise" and torch.__version__ < "2.13":
+        pytest.skip("needs torch 2.13: torch._scaled_mm on the CPU with a scale for each row")
     kind = KINDS[name]
     tensors = operands(name, product)
     given = [

@@ -69,9 +69,10 @@ def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(comm, recipe):
     """
     model = bank(recipe, (48, 1), wrap_layers=False, reshard_after_forward=2)
     message = message_of(UnsupportedError, model, batch())
-    model.reset_iter_state()
-    model.set_reshard_after_forward(True)
-    model(batch()).backward()
+    if hasattr(model, "reset_iter_state"):  # torch 2.11 goes on after no forward that failed
+        model.reset_iter_state()
+        model.set_reshard_after_forward(True)
+        model(batch()).backward()
     assert message == (
         "layers.0.weight: after a forward torch's FSDP2 can keep all of a weight that was "
         "all-gathered in codes, or this rank's rows, got an int for reshard_after_forward, by "

@@ -22,7 +22,7 @@ from zerocast.comm.communicator import Wait
 from zerocast.comm.failure import check_timeout
 from zerocast.comm.peers import Begin
 from zerocast.comm.processes import ProcessCommunicator
-from zerocast.comm.torch_peers import TorchPeers, set_timeout, timeout_of
+from zerocast.comm.torch_peers import TorchPeers, all_gather, set_timeout, timeout_of
 from zerocast.errors import InputError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class TorchDistributedCommunicator(ProcessCommunicator):
         pieces = flat.split(chunks)
         own = pieces[self.rank]
         if len(set(chunks)) == 1:
-            return [dist.all_gather_single(flat, own, group=self._group, async_op=True)]
+            return [all_gather(flat, own, group=self._group, async_op=True)]
         if self._backends[flat.device.type] == "nccl":
             return [dist.all_gather(list(pieces), own, group=self._group, async_op=True)]
         sent = [(root, piece) for root, piece in enumerate(pieces) if piece.numel()]

@@ -214,3 +214,7 @@ def timeout_of(group: ProcessGroup) -> float:
 def set_timeout(group: ProcessGroup, timeout: float) -> None:
     """Let ``group`` give its collectives up after so many seconds."""
     c10d._set_pg_timeout(timedelta(seconds=min(timeout, 1e9)), group)
+
+
+# torch 2.13 calls it *_single, and newer releases warn of the older name.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -19,7 +19,9 @@ from zerocast.comm import as_communicator
 from zerocast.comm.groups import Group
 from zerocast.errors import InputError
 from zerocast.nn.regions import (
+    GRAPHS_HOLD_PRODUCTS,
     HIGH_PRECISION,
+    OLDER_TORCH,
     UNTRACEABLE,
     Autocast,
     Region,
@@ -117,9 +119,9 @@ def get_default_recipe() -> Recipe:
 # --- what torch.compile sees ---
 
 _WHY_UNTRACEABLE = (
-    "a compiled graph cannot hold a region of zerocast.autocast with delayed scaling, stochastic "
-    "rounding of inputs or calibration, whose layers keep state between forwards: leave "
-    "fullgraph=False, or use a recipe without them"
+    f"{OLDER_TORCH}a compiled graph cannot hold a region of zerocast.autocast with delayed "
+    "scaling, stochastic rounding of inputs or calibration, whose layers keep state between "
+    "forwards: leave fullgraph=False, or use a recipe without them"
 )
 
 
@@ -133,11 +135,13 @@ def text_of(recipe: Recipe | None) -> str:
     """Return the text by which torch.compile knows a region of ``recipe`` that is entered in a
     compiled function.
     """
+    if not GRAPHS_HOLD_PRODUCTS:
+        return UNTRACEABLE
     return shown_recipe(get_default_recipe() if recipe is None else recipe)
 
 
 # torch.compiler.assume_constant_result sets this attribute, and would load the compiler here.
-text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+text_of._dynamo_marked_constant = GRAPHS_HOLD_PRODUCTS  # type: ignore[attr-defined]
 
 
 class autocast(ContextDecorator):

@@ -76,7 +76,7 @@ def run_layer(layer: Any, forward: Callable[..., Any], *args: Any, **options: An
     if not regions.were_entered:
         return forward(layer, *args, **options)
     with as_in_first_run(layer):
-        recipe = _recipe_of(regions.current())
+        recipe = recipe_of(regions.current())
         made = forward(layer, *args, **options)
     out = made[0] if isinstance(made, tuple) else made
     if layer._runs is None:
@@ -91,19 +91,19 @@ def as_in_first_run(layer: Any) -> AbstractContextManager[None]:
     if not in_backward() or (state is not None and state.replays):
         return nullcontext()
     if region.was_entered_in_this_backward:
-        recipes = {_recipe_of(region)}
+        recipes = {recipe_of(region)}
     else:
         recipes = set() if layer._runs is None else layer._runs.recipes(trains=layer.training)
-        recipes = recipes or _compiled | {_recipe_of(region), None}
+        recipes = recipes or _compiled | {recipe_of(region), None}
     (recipe, *others) = recipes
     if others or (recipe is not None and recipe.has_forward_state):
         raise _unknown(layer.name or type(layer).__name__, recipes)
-    if recipe == _recipe_of(region):
+    if recipe == recipe_of(region):
         return nullcontext()
     return regions.resumed(regions.without_amaxes(recipe))
 
 
-def _recipe_of(region: Autocast) -> Recipe | None:
+def recipe_of(region: Autocast) -> Recipe | None:
     """Return the recipe on which what a layer does under ``region`` depends."""
     recipe = region.recipe
     if region.enabled or (region.calibrating and recipe is not None and recipe.has_forward_state):

@@ -48,6 +48,13 @@ NO_REGION = ""
 HIGH_PRECISION = "high precision"
 UNTRACEABLE = "untraceable"
 
+GRAPHS_HOLD_PRODUCTS = torch.__version__ >= "2.13"
+"""Whether torch.compile can put quantized products into a graph. Older releases can neither rebuild
+a region after a break nor order the draws of gradients.
+"""
+OLDER_TORCH = "" if GRAPHS_HOLD_PRODUCTS else "a quantized product in a graph needs torch 2.13; "
+"""The start of the errors that say what a graph cannot hold."""
+
 
 class _Traced:
     """The values by which torch.compile guards compiled functions.
@@ -110,7 +117,8 @@ def traced_recipe() -> str:
 
 def shown_recipe(recipe: Recipe) -> str:
     """Return the text by which torch.compile knows a region of ``recipe``."""
-    return UNTRACEABLE if recipe.has_forward_state else recipe.text
+    holds = GRAPHS_HOLD_PRODUCTS and not recipe.has_forward_state
+    return recipe.text if holds else UNTRACEABLE
 
 
 def show(recipe: str) -> None:
@@ -143,7 +151,17 @@ def is_traced() -> bool:
     """Say whether torch.compile or torch.export traces this call. ``torch.compiler.is_compiling()``
     is also true in all threads that run while another one compiles.
     """
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return torch.compiler.is_dynamo_compiling() or is_exporting()
+
+
+def is_exporting() -> bool:
+    """Say whether torch.export traces this call."""
+    return torch.compiler.is_exporting()
+
+
+# As torch.compiler.assume_constant_result, which would load the compiler; torch before 2.13 takes
+# its own function for True in whatever it compiles.
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

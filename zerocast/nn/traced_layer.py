@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.nn.recompute import run_layer
-from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, UNTRACEABLE, is_traced
+from zerocast.nn import regions
+from zerocast.nn.recompute import note_compiled_run, recipe_of, run_layer
 from zerocast.recipes import recipe_from_text
 from zerocast.tensors import QuantizedTensor
 
@@ -31,30 +31,35 @@ def eager_in_regions(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        if is_traced():
+        if regions.is_traced():
             recipe = self._traced_recipe()
-            if recipe in (NO_REGION, HIGH_PRECISION):
+            if recipe in (regions.NO_REGION, regions.HIGH_PRECISION):
                 return forward(self, *args, **options)
-            holds = recipe != UNTRACEABLE and self.is_traceable
+            holds = recipe != regions.UNTRACEABLE and self.is_traceable
             holds = holds and not options.get("fp8_output", False)
             holds = holds and not any(isinstance(each, QuantizedTensor) for each in args)
             if holds:
                 return forward(self, *args, **options)
-            if torch.compiler.is_exporting():
+            if regions.is_exporting():
                 raise UnsupportedError(
-                    f"torch.export cannot hold what a layer does under zerocast.autocast with a "
-                    f"recipe that keeps state between forwards, nor layers with quantized "
-                    f"inputs or outputs, got {self.name or type(self).__name__}; export the model "
-                    f"outside of the region."
+                    f"{regions.OLDER_TORCH}torch.export cannot hold what a layer does under "
+                    f"zerocast.autocast with a recipe that keeps state between forwards, nor "
+                    f"layers with quantized inputs or outputs, got "
+                    f"{self.name or type(self).__name__}; export the model outside of the region."
                 )
             torch._dynamo.graph_break(
-                msg="under zerocast.autocast no layers are traced that are tensor-parallel or have "
-                "quantized inputs or outputs, none under a recipe that keeps state between "
-                "forwards or where calibrating=True stands beside enabled=False, and none in an "
-                "asyncio task or another thread than the region's"
+                msg=f"{regions.OLDER_TORCH}under zerocast.autocast no layers are traced that are "
+                "tensor-parallel or have quantized inputs or outputs, none under a recipe that "
+                "keeps state between forwards or where calibrating=True stands beside "
+                "enabled=False, and none in an asyncio task or another thread than the region's"
             )
-            return torch.compiler.disable(run)(self, *args, **options)
+            return torch.compiler.disable(run_uncompiled)(self, *args, **options)
         return run_layer(self, forward, *args, **options)
+
+    def run_uncompiled(*args: Any, **options: Any) -> Any:
+        # The compiled function, too, may be computed again without its region.
+        note_compiled_run(recipe_of(regions.current()))
+        return run(*args, **options)
 
     return cast("Forward", run)
 

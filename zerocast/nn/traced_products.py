@@ -22,6 +22,7 @@ from zerocast.errors import UnsupportedError
 from zerocast.nn.layer_product import GemmQuantizers, Made
 from zerocast.nn.quantizer import Quantizer, StateSlot
 from zerocast.nn.recompute import note_compiled_run
+from zerocast.nn.regions import is_exporting
 from zerocast.nn.traced_functions import (
     BACKWARD,
     FORWARD,
@@ -52,7 +53,7 @@ def plain_run() -> None:
 
     torch.compile then runs a graph of plain products instead of that of the region.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         _plain_run(_order)
 
 
@@ -87,7 +88,7 @@ def traced_product(
     if not any(needs):
         made = _linear(input, norm, [weight], bias, product, "")
         return made[0], made[1] if wants_norm else None
-    draws = draws_gradients(recipe) and not torch.compiler.is_exporting()
+    draws = draws_gradients(recipe) and not is_exporting()
     drawing = (handle, _order, gemm) if draws else (None, None, 0)
     facts = (product, source is not None, wants_norm, needs)
     out = _Product.apply(input, *[*norm, None, None][:2], weight, bias, *drawing, facts)

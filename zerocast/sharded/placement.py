@@ -181,7 +181,9 @@ def _keeps_rows_of_several_ranks(parameter: torch.Tensor) -> bool:
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            for group in state._fsdp_param_groups:
+            # torch 2.11 knows one group of parameters for a module, or none.
+            one = getattr(state, "_fsdp_param_group", None)
+            for group in filter(None, getattr(state, "_fsdp_param_groups", [one])):
                 if any(each.sharded_param is parameter for each in group.fsdp_params):
                     return group._use_post_forward_mesh
     return False
