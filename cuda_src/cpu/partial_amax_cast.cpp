@@ -7,9 +7,9 @@
 // wide as the matrix where they can be, because memory is fast where it is read in long runs.
 //
 // adamw_cast: a step of AdamW, and in the same pass over the masters what partial_amax_cast does;
-// or under delayed scaling, whose scales wait for nobody, what partial_cast does. The loop that updates a row of blocks also casts the one above it, whose elements wait,
-// rounded, in a buffer: so the processor computes while it waits for four arrays, and these are
-// read from end to end.
+// or under delayed scaling, whose scales wait for nobody, what partial_cast does. The loop that
+// updates a row of blocks also casts the one above it, whose elements wait, rounded, in a buffer:
+// so the processor computes while it waits for four arrays, and these are read from end to end.
 #include <stdlib.h>
 
 #include "cpu/adamw.h"
