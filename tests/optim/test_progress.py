@@ -343,10 +343,8 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
 
 @pytest.mark.parametrize("recipe", [NVFP4, zerocast.MXFP8BlockScaling()])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_large_codes_are_read_while_threads_copy_them(recipe, overlap, tmp_path, monkeypatch):
-    """All that a rank casts in a step and that others do, each byte once, but for edges of what is
-    cast in one pass; none that are waited for later. Right weights pass; a stale scale is found.
-    """
+def test_a_stale_scale_of_large_codes_is_found(recipe, overlap, tmp_path, monkeypatch):
+    """Right weights pass, and one byte that differs on one rank is named."""
     monkeypatch.chdir(tmp_path)
 
     def on_rank(comm):
@@ -356,15 +354,8 @@ def test_large_codes_are_read_while_threads_copy_them(recipe, overlap, tmp_path,
         optimizer = ZeroOptimizer(
             model.named_parameters(), group=comm, verify="hash", overlap_all_gather=overlap
         )
-        publication, taken = optimizer._publication, []
-        verify, gather = publication._plan.verify, publication._all_gather
-
-        def noting(copied):
-            ranges = [each for digests in copied for each in digests.ranges if each]
-            read = {(address, at) for address, *at in ranges for at in range(*at)}
-            taken.append(len(read))
-            assert len(read) == sum(end - first for _, first, end in ranges)
-            verify(copied)
+        publication = optimizer._publication
+        gather = publication._all_gather
 
         def stale():
             gather()
@@ -377,18 +368,10 @@ def test_large_codes_are_read_while_threads_copy_them(recipe, overlap, tmp_path,
             optimizer.step()
             optimizer.wait_for_all_gather()
 
-        publication._plan.verify = noting
         step()
         publication._all_gather = stale
         with pytest.raises(zerocast.VerificationError, match="rank 1 holds"):
             step()
-        planes = 1 + (recipe.scheme == "mxfp8")
-        codes = sum(p.numel() for p in params) * planes // (1 + (recipe.scheme == "nvfp4"))
-        ((_, operands, _),) = publication._plan._prepared.steps._of_updates
-        if recipe.scheme == "mxfp8":
-            at_once = [each for each in operands if each.whole]
-            codes -= sum(each.extent.size - each.whole.size for each in at_once) * planes
-        assert taken == [0 if overlap else codes] * 2
 
     run_in_process(2, on_rank)
 
