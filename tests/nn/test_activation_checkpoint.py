@@ -4,6 +4,7 @@ function which does.
 
 import subprocess
 import sys
+from collections import Counter
 from functools import cache, partial
 
 import pytest
@@ -66,19 +67,18 @@ class Foreign(torch.autograd.Function):
         return None, x.grad
 
 
-def every_other_product(ctx, op, *args, **kwargs):
-    """A policy of selective checkpoints: torchtitan's keeps every other product."""
-    if op is not torch.ops.aten.mm.default:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    ctx_name = "recomputed" if ctx.is_recompute else "first"
-    count = every_other_product.counts[ctx_name] = every_other_product.counts.get(ctx_name, 0) + 1
-    return CheckpointPolicy.MUST_SAVE if count % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def selective(function, x):
-    """torch's selective checkpoint."""
-    every_other_product.counts = {}
-    contexts = partial(create_selective_checkpoint_contexts, every_other_product)
+    """torch's selective checkpoint, which as torchtitan's keeps every other product."""
+    counts = Counter()  # of products, in the first run and in the second
+
+    def keeps_every_other_product(ctx, op, *args, **kwargs):
+        if op is torch.ops.aten.mm.default:
+            counts[ctx.is_recompute] += 1
+            if counts[ctx.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, keeps_every_other_product)
     return torch_checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
 

@@ -68,7 +68,12 @@ class Runs:
 
 def run_layer(layer: Any, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Return ``forward(layer, ...)`` under the region that is active, or, in a recomputation, under
-    that of the first run.
+    that of the first run, and note the run.
+
+    Args:
+        layer: a :class:`zerocast.nn.quantized_module.QuantizedModule`.
+        forward: returns a tensor, or a tuple that begins with the layer's product.
+        args, options: those of ``forward``, after the layer.
 
     Raises:
         UnsupportedError: in a recomputation that may give other codes than the first run.
