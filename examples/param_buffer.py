@@ -5,7 +5,7 @@
 
 The distributed optimizer of Megatron-LM by hand, for a framework of your own: weights lie end to
 end in buckets, every rank owns one range of each bucket, and what it owns of a weight follows from
-:class:`zerocast.layout.FlatLayout` in elements and :func:`zerocast.formats.byte_span` in bytes. A
+:class:`zerocast.layout.FlatLayout` in elements and :func:`zerocast.numerics.byte_span` in bytes. A
 step casts into the rank's own bytes with one all-reduce for all buckets, and begins all gathers. In
 the next forward each layer waits for the buckets that hold its weights, whose derived copies are
 then rebuilt; the buckets of later layers are still on their way.
@@ -28,9 +28,9 @@ from gpt.model import GPT
 
 import zerocast
 from zerocast.comm import Communicator, RecordingCommunicator
-from zerocast.formats import byte_span
 from zerocast.layout import Extent, FlatLayout
 from zerocast.nn import convert
+from zerocast.numerics import byte_span
 
 BATCH = 2
 """Sequences a step on each rank, so that any number of ranks will do."""

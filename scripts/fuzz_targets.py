@@ -34,10 +34,10 @@ from zerocast.checkpoint.manifest import NAME, _digest
 from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.reproduce import reproduce
 from zerocast.comm import Communicator, SingleRank, run_in_process
-from zerocast.costs.machine import MACHINES, Machine
 from zerocast.errors import VerificationError, ZerocastError
 from zerocast.export import DIALECTS, load_pretrained, save_pretrained
 from zerocast.export.dialects import LINEAR
+from zerocast.lab.costs.machine import MACHINES, Machine
 from zerocast.layout import Source
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.numerics import Changes, Comparison

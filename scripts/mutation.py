@@ -15,7 +15,7 @@ reason; the score is given with and without those that are equivalent, which no 
 Why not a library: mutmut leaves out functions that are decorated, properties among them, and what
 runs when a module is imported, and chooses tests by function; cosmic-ray imports torch anew for
 each mutant; neither changes C++. universalmutator does, but knows lines of text, strings and types
-among them: of layout/, formats/ and cast/ it makes 36,617 mutants that compile, in the place of
+among them: of layout/, numerics/ and cast/ it makes 36,617 mutants that compile, in the place of
 2,805.
 
 Python 3.11 or later, Linux. Of the solver's proofs (tests/layout/test_proofs.py) nothing is run.
@@ -55,7 +55,7 @@ from mutation_operators import Mutant, mutants_of  # noqa: E402
 
 TESTS = {
     "layout": ["tests/layout", "tests/cast/test_boundary_exchange.py"],
-    "formats": ["tests/formats"],
+    "numerics": ["tests/formats"],
     "cast": ["tests/cast", "tests/optim/test_adamw_cast.py"],
     "headers": ["tests/backends/test_index_headers.py"],
 }

@@ -20,17 +20,7 @@ PACKAGE = ROOT / "zerocast"
 # never import each other.
 LAYERS = (
     ("errors",),
-    (
-        "arguments",
-        "drafts",
-        "foreign_files",
-        "peer_memory",
-        "torch_release",
-        "uncopied",
-        "untraced",
-        "wrapped_names",
-    ),
-    ("formats",),
+    ("arguments", "safe_files"),
     ("layout",),
     ("numerics",),
     ("recipes",),
@@ -38,12 +28,10 @@ LAYERS = (
     ("tensors",),
     ("cast",),
     ("sharded",),
-    ("verification",),
     ("optim",),
     ("export", "nn"),  # the core, which is all below, imports no layer
-    ("checkpoint", "conformance", "costs", "refit"),
-    ("replacements",),
-    ("compat", "deepspeed", "integrations", "megatron"),
+    ("checkpoint", "refit"),
+    ("adapters", "lab"),  # the outer rooms
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -59,10 +47,10 @@ PUBLIC_MODULES = (
     "zerocast.optim",
     "zerocast.export",
     "zerocast.refit",
-    "zerocast.costs",
-    "zerocast.conformance",
-    "zerocast.deepspeed",
-    "zerocast.megatron",
+    "zerocast.lab.costs",
+    "zerocast.lab.conformance",
+    "zerocast.adapters.deepspeed",
+    "zerocast.adapters.megatron",
     "zerocast.nn.tensor_parallel",
 )
 
@@ -124,7 +112,7 @@ def test_imports_run_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("zerocast.errors", "import zerocast.formats"),
+        ("zerocast.errors", "import zerocast.numerics"),
         ("zerocast.layout.extent", "from zerocast.numerics import Masters"),
         ("zerocast.backends.cpu", "from zerocast import comm"),
         ("zerocast.backends.cpu", "from ..comm import Communicator"),
@@ -260,17 +248,19 @@ def test_the_tree_that_is_drawn_is_the_real_one():
 
 
 def test_no_two_files_share_a_name():
-    """But for ``__init__.py`` and the names of TransformerEngine's files, which ``compat`` has."""
-    names = Counter(path.name for path in PACKAGE.rglob("*.py") if "compat" not in path.parts)
+    """But for ``__init__.py`` and the names of TransformerEngine's files, which its adapter has."""
+    names = Counter(
+        path.name for path in PACKAGE.rglob("*.py") if "transformer_engine" not in path.parts
+    )
     assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
 
 
 def test_no_two_classes_share_a_name():
-    """But for TransformerEngine's, which ``compat`` has, and torchtitan's ``Config``."""
+    """But for TransformerEngine's, which its adapter has, and torchtitan's ``Config``."""
     names = Counter(
         node.name
         for path in PACKAGE.rglob("*.py")
-        if "compat" not in path.parts
+        if "transformer_engine" not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )

@@ -1,4 +1,4 @@
-"""zerocast.deepspeed where DeepSpeed is missing, or is one that it does not know."""
+"""zerocast.adapters.deepspeed where DeepSpeed is missing, or is one that it does not know."""
 
 import sys
 import types
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-import zerocast.deepspeed
+import zerocast.adapters.deepspeed
 from zerocast.errors import UnsupportedError
 
 
@@ -14,7 +14,7 @@ from zerocast.errors import UnsupportedError
 def test_its_absence_is_said():
     """The error names the package that is to be installed."""
     with pytest.raises(UnsupportedError, match="pip install deepspeed"):
-        zerocast.deepspeed.install()
+        zerocast.adapters.deepspeed.install()
 
 
 class Engine:
@@ -82,17 +82,17 @@ def zero(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield zero
-    zerocast.deepspeed.uninstall()
+    zerocast.adapters.deepspeed.uninstall()
 
 
 def test_everything_is_replaced_and_put_back(zero):
     """Installed twice and undone once, every function is the former one again."""
     before = dict(vars(Optimizer)), dict(vars(Engine))
-    zerocast.deepspeed.install()
-    zerocast.deepspeed.install()
+    zerocast.adapters.deepspeed.install()
+    zerocast.adapters.deepspeed.install()
     assert zero.all_gather_dp_groups is not gather
     assert Optimizer._link_all_hp_params is not before[0]["_link_all_hp_params"]
-    zerocast.deepspeed.uninstall()
+    zerocast.adapters.deepspeed.uninstall()
     assert zero.all_gather_dp_groups is gather
     assert (dict(vars(Optimizer)), dict(vars(Engine))) == before
 
@@ -102,5 +102,5 @@ def test_unknown_functions_are_refused_with_nothing_replaced(zero, monkeypatch):
     before = dict(vars(Optimizer))
     monkeypatch.setattr(zero, "all_gather_dp_groups", lambda groups_flat, codec: None)
     with pytest.raises(UnsupportedError, match=r"all_gather_dp_groups\(groups_flat, .*'codec'"):
-        zerocast.deepspeed.install()
+        zerocast.adapters.deepspeed.install()
     assert dict(vars(Optimizer)) == before

@@ -31,9 +31,9 @@ from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.checkpoint import load, save
 from zerocast.cli import main
 from zerocast.comm import SingleRank
-from zerocast.costs import Machine
 from zerocast.errors import DeltaError, InputError, VerificationError, ZerocastError
 from zerocast.export import load_pretrained
+from zerocast.lab.costs import Machine
 from zerocast.refit import Receiver
 from zerocast.refit.delta import packed, whole_segment
 from zerocast.tensors.digest import digest

@@ -1,5 +1,5 @@
-"""zerocast.megatron with functions of Megatron-Core's names and parameters: what it replaces them
-by. tests/integration runs Megatron-Core itself.
+"""zerocast.adapters.megatron with functions of Megatron-Core's names and parameters: what it
+replaces them by. tests/integration runs Megatron-Core itself.
 """
 
 import sys
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerocast
-import zerocast.megatron
+import zerocast.adapters.megatron
 from zerocast.cast import CastPlan
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.tensors import empty
@@ -20,7 +20,7 @@ from zerocast.tensors import empty
 def test_its_absence_is_said():
     """The error names the package that is to be installed."""
     with pytest.raises(UnsupportedError, match="pip install megatron-core"):
-        zerocast.megatron.install()
+        zerocast.adapters.megatron.install()
 
 
 STAND_IN = """
@@ -76,7 +76,7 @@ def core(monkeypatch):
                     setattr(sys.modules[parent], part, module)
         exec(STAND_IN, vars(sys.modules[whole]))
     yield sys.modules["megatron.core"]
-    zerocast.megatron.uninstall()
+    zerocast.adapters.megatron.uninstall()
 
 
 def test_unknown_functions_are_refused_with_nothing_replaced(core):
@@ -84,7 +84,7 @@ def test_unknown_functions_are_refused_with_nothing_replaced(core):
     core.fp8_utils.post_all_gather_processing = lambda model_params, strictly: None
     before = [dict(vars(module)) for module in (core.fp8_utils, core.fp4_utils)]
     with pytest.raises(UnsupportedError, match=r"_processing\(model_params\), got .*strictly"):
-        zerocast.megatron.install()
+        zerocast.adapters.megatron.install()
     assert [dict(vars(module)) for module in (core.fp8_utils, core.fp4_utils)] == before
 
 
@@ -94,12 +94,12 @@ def test_uninstalling_puts_everything_back(core, monkeypatch):
     before.is_float8tensor = core.fp8_utils.is_float8tensor
     monkeypatch.setitem(sys.modules, "megatron.training", before)
     was = dict(vars(core.fp8_utils))
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     after.is_float8tensor = core.fp8_utils.is_float8tensor
     monkeypatch.setitem(sys.modules, "megatron.post_training", after)
     weight = zerocast.quantize(torch.ones(16, 16), "block")
     assert before.is_float8tensor(weight)
-    zerocast.megatron.uninstall()
+    zerocast.adapters.megatron.uninstall()
     assert before.is_float8tensor is after.is_float8tensor is was["is_float8tensor"]
     assert dict(vars(core.fp8_utils)) == was
 
@@ -107,7 +107,7 @@ def test_uninstalling_puts_everything_back(core, monkeypatch):
 @pytest.mark.parametrize(("recipe", "flag"), [("block", "fp8"), ("nvfp4", "fp4")])
 def test_flags_without_which_masters_are_not_cast_are_asked_for(core, recipe, flag):
     """Each one that is missing, by name."""
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     make_buffer = core.distributed.param_and_grad_buffer._ParamAndGradBuffer
     weights = [zerocast.quantize(torch.ones(32, 32), recipe)]
     flags = {
@@ -126,7 +126,7 @@ def test_buffers_of_values_are_refused(core):
     """MXFP8 gathered as BF16 in the buffer of gradients: whoever's configuration says so. A model
     without weights of zerocast may, and a rank whose weights are all frozen has no optimizer.
     """
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     config = types.SimpleNamespace(
         use_distributed_optimizer=True, fp8_param_gather=True,
         reuse_grad_buf_for_mxfp8_param_ag=True,
@@ -155,11 +155,11 @@ def test_masters_are_cast_by_one_plan(core, recipe, monkeypatch):
     """
     made = []
     monkeypatch.setattr(
-        zerocast.megatron.megatron_hooks,
+        zerocast.adapters.megatron.megatron_hooks,
         "CastPlan",
         lambda *a, **k: made.append(1) or CastPlan(*a, **k),
     )
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     weight = empty((32, 96), recipe, columnwise=False)
     for _ in range(2):
         master = torch.randn(32, 96, dtype=torch.float32, device="cpu")
@@ -174,7 +174,7 @@ def test_masters_are_cast_by_one_plan(core, recipe, monkeypatch):
 
 def test_two_planes_are_refused_in_a_buffer_of_one(core):
     """1-D MXFP8 with columnwise codes of its own: the error offers blocks of 32 x 32."""
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     weight = zerocast.quantize(torch.ones(32, 64), "mxfp8")
     buffer = torch.zeros(32, 64, dtype=torch.uint8, device="cpu")
     with pytest.raises(UnsupportedError, match="enable_2d_quantization=True"):
@@ -185,7 +185,7 @@ def test_packed_codes_lie_where_their_elements_do(core):
     """3 ranks, 80 x 208, padded to 16,704 elements: each rank's third of the bytes is the codes of
     its third of the elements; a bucket whose thirds are odd is refused.
     """
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     weight = zerocast.quantize(torch.ones(80, 208), "nvfp4")
     buffer = core.distributed.param_and_grad_buffer._ParamAndGradBuffer(None)
     buffer.data_parallel_world_size = 3
@@ -237,7 +237,7 @@ def test_parallel_linears_get_codes_of_one_plane(gpt):
     """Those alone, with the attributes of their weights; a masters' optimizer finds the values."""
     old = gpt["layers"][0].mlp.weight
     old.tensor_model_parallel, old.partition_dim = True, 0
-    report = zerocast.megatron.quantize_linears(gpt, "mxfp8")
+    report = zerocast.adapters.megatron.quantize_linears(gpt, "mxfp8")
     assert in_codes(gpt) == [*EVERY, "head"] == [n.removesuffix(".weight") for n in report.included]
     new = gpt["layers"][0].mlp.weight
     assert (new.tensor_model_parallel, new.partition_dim) == (True, 0)
@@ -248,9 +248,9 @@ def test_parallel_linears_get_codes_of_one_plane(gpt):
 def test_layers_that_are_named_stay(gpt):
     """By names and by patterns; a name that fits no layer is refused with nothing changed."""
     with pytest.raises(InputError, match="'haed', which fits none of"):
-        zerocast.megatron.quantize_linears(gpt, "block", skip=["head", "haed"])
+        zerocast.adapters.megatron.quantize_linears(gpt, "block", skip=["head", "haed"])
     assert in_codes(gpt) == []
-    zerocast.megatron.quantize_linears(gpt, "block", skip=["head", "*.mlp"])
+    zerocast.adapters.megatron.quantize_linears(gpt, "block", skip=["head", "*.mlp"])
     assert in_codes(gpt) == EVERY[::2]
 
 
@@ -258,12 +258,12 @@ def test_layers_that_are_named_stay(gpt):
 def test_layers_at_both_ends_stay(gpt, asked, configured):
     """Where the argument says so, or else the configuration: one of four, and two."""
     gpt["layers"][0].config.first_last_layers_bf16 = configured
-    zerocast.megatron.quantize_linears(gpt, "block", first_last_layers_bf16=asked)
+    zerocast.adapters.megatron.quantize_linears(gpt, "block", first_last_layers_bf16=asked)
     assert in_codes(gpt) == [*EVERY[2:4], "head"]
 
 
 def test_layers_at_both_ends_do_not_stay_where_the_argument_says_so(gpt):
     """The argument goes before the configuration."""
     gpt["layers"][0].config.first_last_layers_bf16 = True
-    zerocast.megatron.quantize_linears(gpt, "block", first_last_layers_bf16=False)
+    zerocast.adapters.megatron.quantize_linears(gpt, "block", first_last_layers_bf16=False)
     assert in_codes(gpt) == [*EVERY, "head"]

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from zerocast.peer_memory import PeerBuffer, draw_token, read
+from zerocast.comm.peer_memory import PeerBuffer, draw_token, read
 
 
 def hold(pipe: Connection) -> None:

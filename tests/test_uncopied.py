@@ -13,9 +13,9 @@ import torch.distributed as dist
 import zerocast
 from tests.support.claims import message_of
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
+from zerocast.comm.uncopied import Uncopied
 from zerocast.export import Export
 from zerocast.refit import Refit
-from zerocast.uncopied import Uncopied
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,

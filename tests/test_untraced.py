@@ -9,7 +9,7 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import draw_values
-from zerocast.untraced import untraced
+from zerocast.tensors.untraced import untraced
 
 SHAPE = (32, 32)
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])

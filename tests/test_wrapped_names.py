@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import zerocast
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.wrapped_names import INNER
+from zerocast.tensors.wrapped_names import INNER
 
 Model = torch.nn.Module
 

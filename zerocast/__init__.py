@@ -17,7 +17,7 @@ Whatever the partition of the masters over ranks, the gathered weights are byte 
     zerocast.comm                   the ranks: threads, MPI, torch.distributed
 """
 
-import zerocast.torch_release  # noqa: F401  first: what follows needs a torch that it accepts
+import zerocast.errors  # noqa: F401  first: what follows needs a torch that it accepts
 from zerocast import checkpoint, comm, export, nn, optim, refit, sharded
 from zerocast.backends import use_backend
 from zerocast.backends.availability import (
@@ -74,8 +74,8 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
+from zerocast.sharded.verification import verify
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty, quantize, replace_raw_data
-from zerocast.verification import verify
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 

@@ -4,7 +4,14 @@ Every error that zerocast raises on purpose is a :class:`ZerocastError` and also
 exception that a Python user would expect, so ``except ValueError`` keeps working. Messages say what
 is required, what was given and what to do. An ``assert`` in this project is about our own mistakes,
 never about the caller's.
+
+An old torch is refused here, by the first module that ``import zerocast`` loads.
 """
+
+import torch
+
+OLDEST_TORCH = "2.11"
+"""As in pyproject.toml, by which pip chooses, and README.md."""
 
 
 class ZerocastError(Exception):
@@ -90,3 +97,10 @@ class DeltaError(ZerocastError, ValueError):
     """A delta of weights does not follow what its receiver holds, or was damaged. Nothing has been
     written; a full sync repairs it.
     """
+
+
+if torch.__version__ < OLDEST_TORCH:
+    raise TorchVersionError(
+        f"zerocast needs torch {OLDEST_TORCH} or newer, and torch {torch.__version__} is installed "
+        f"in {torch.__path__[0]}; install a newer one: pip install 'torch>={OLDEST_TORCH}'"
+    )

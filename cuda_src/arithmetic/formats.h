@@ -1,6 +1,6 @@
 // What the bits mean: rounding to BF16 and FP16, codes of E4M3, E5M2 and E2M1, exponents of E8M0.
 //
-// Restates zerocast/formats/codec.py for speed; the tests compare the two on every BF16 value, tie
+// Restates zerocast/numerics/codec.py for speed; the tests compare the two on every BF16 value, tie
 // and neighbour.
 #pragma once
 

@@ -25,9 +25,10 @@ from tests.support.partitions import draw_partition
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import draw_values
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, SharedBlocks, Source
 from zerocast.numerics import (
+    E4M3,
+    E5M2,
     Backend,
     Float8Numerics,
     FourOverSixErrors,

@@ -13,8 +13,7 @@ from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
 from zerocast.errors import BackendError
-from zerocast.formats import E4M3
-from zerocast.numerics import Float8Numerics, Masters, NVFP4Numerics
+from zerocast.numerics import E4M3, Float8Numerics, Masters, NVFP4Numerics
 
 FP8 = Float8Numerics(E4M3)
 

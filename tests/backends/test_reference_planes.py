@@ -12,15 +12,18 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.backends.reference.philox import element_draws
 from zerocast.backends.reference.planes import read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
-from zerocast.formats import E2M1, E4M3, encode, reciprocal_e8m0
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
 from zerocast.numerics import (
+    E2M1,
+    E4M3,
     DelayedState,
     Float8DelayedNumerics,
     Float8Numerics,
     MXNumerics,
     NVFP4Numerics,
     Rounding,
+    encode,
+    reciprocal_e8m0,
 )
 
 REFERENCE = ReferenceBackend()

@@ -21,9 +21,9 @@ from zerocast.backends.tables import (
     scale_row,
     transpose_row,
 )
-from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, SharedBlocks, Source
 from zerocast.numerics import (
+    E4M3,
     AdamWNumbers,
     AdamWUpdate,
     Changes,

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from zerocast import costs
 from zerocast.cli import conformance, estimate, inspection, main
-from zerocast.conformance import Pack
+from zerocast.lab import costs
+from zerocast.lab.conformance import Pack
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from zerocast.comm import (
     mpi_peers,
     processes,
 )
-from zerocast.peer_memory import PeerBuffer, read
+from zerocast.comm.peer_memory import PeerBuffer, read
 
 FAULT, KIND, STORE = sys.argv[1:]
 parts = 0

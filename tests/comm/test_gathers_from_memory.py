@@ -11,7 +11,7 @@ import torch
 from tests.support.programs import on_mpi_ranks, run
 from tests.support.ranks import MPI_RANKS, PROCESSES, run_ranks
 from zerocast.comm import Communicator, MpiCommunicator, processes
-from zerocast.peer_memory import PeerBuffer, read
+from zerocast.comm.peer_memory import PeerBuffer, read
 
 on_ranks = pytest.mark.mpi(min_size=MPI_RANKS)
 on_every_kind = pytest.mark.parametrize("kind", PROCESSES)

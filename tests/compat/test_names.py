@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import zerocast
-import zerocast.compat.transformer_engine.pytorch as te
-from zerocast.compat.transformer_engine.common import recipe
-from zerocast.compat.transformer_engine.missing import ADVICE
-from zerocast.compat.transformer_engine.pytorch.tensor import utils
+import zerocast.adapters.transformer_engine.pytorch as te
+from zerocast.adapters.transformer_engine.common import recipe
+from zerocast.adapters.transformer_engine.missing import ADVICE
+from zerocast.adapters.transformer_engine.pytorch.tensor import utils
 from zerocast.errors import InputError, UnsupportedError
 
-ROOT = "zerocast.compat.transformer_engine"
+ROOT = "zerocast.adapters.transformer_engine"
 
 PUBLIC = """
     DType LayerNormLinear Linear LayerNormMLP LayerNorm RMSNorm GroupedLinear Fp8Padding

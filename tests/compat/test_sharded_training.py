@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import zerocast
-import zerocast.compat.transformer_engine.pytorch as te
+import zerocast.adapters.transformer_engine.pytorch as te
 from tests.support.nightly import nightly
 from tests.support.ranks import PROCESSES, run_ranks
-from zerocast.comm import Communicator, SingleRank
-from zerocast.compat.transformer_engine.common import recipe as recipes
-from zerocast.compat.transformer_engine.pytorch.tensor.utils import (
+from zerocast.adapters.transformer_engine.common import recipe as recipes
+from zerocast.adapters.transformer_engine.pytorch.tensor.utils import (
     post_all_gather_processing,
     quantize_master_weights,
     replace_raw_data,
 )
+from zerocast.comm import Communicator, SingleRank
 
 RECIPES = {
     "delayed": recipes.DelayedScaling(amax_history_len=4),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import zerocast
-import zerocast.compat.transformer_engine.pytorch as te
-from zerocast.compat.transformer_engine.pytorch.tensor.utils import post_all_gather_processing
+import zerocast.adapters.transformer_engine.pytorch as te
+from zerocast.adapters.transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 from zerocast.errors import InputError, MissingDataError, StaleCopyError, UnsupportedError
 from zerocast.recipes import QParams
 

@@ -11,10 +11,10 @@ import torch
 
 from tests.support.nightly import nightly
 from zerocast.cli import conformance, main
-from zerocast.conformance import PACKAGES, Pack, Package, package_of, packs, score
-from zerocast.conformance.causes import FormulaChanges, changes_of, restated
 from zerocast.export import DIALECTS
-from zerocast.formats import ELEMENT_FORMATS
+from zerocast.lab.conformance import PACKAGES, Pack, Package, package_of, packs, score
+from zerocast.lab.conformance.causes import FormulaChanges, changes_of, restated
+from zerocast.numerics import ELEMENT_FORMATS
 
 SUMS = Path(__file__).with_name("SHA256SUMS")
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -126,7 +126,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         ([], "give PACKAGE"),
         (["nothing"], "must be one of zerocast, torch, "),
         (["no.module:PACKAGE"], "No module named 'no'; install it, and"),
-        (["torch:nn"], "must be a zerocast.conformance.Package, got <module"),
+        (["torch:nn"], "must be a zerocast.lab.conformance.Package, got <module"),
     ):
         assert main(["conform", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -25,8 +25,8 @@ from zerocast.comm import (
     SingleRank,
     run_in_process,
 )
-from zerocast.costs.dry_run import DryRun, StepOptions
-from zerocast.costs.one_of_many import OneOfMany
+from zerocast.lab.costs.dry_run import DryRun, StepOptions
+from zerocast.lab.costs.one_of_many import OneOfMany
 from zerocast.optim import ZeroOptimizer
 
 KINDS = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import zerocast
-from zerocast import costs
 from zerocast.cast.amax_buffers import STEP_WORDS
 from zerocast.cli import main
-from zerocast.costs.models import Llama
 from zerocast.errors import InputError
+from zerocast.lab import costs
+from zerocast.lab.costs.models import Llama
 
 PAGE = Path(__file__).parents[2] / "docs" / "costs.md"
 SMALL = Llama(256, 2, 512, kv_heads=1, vocabulary=384)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from zerocast import costs
 from zerocast.cli import main
-from zerocast.costs import fitting
-from zerocast.costs.estimation import PHASES
-from zerocast.costs.machine import Cost, messages
 from zerocast.errors import InputError
+from zerocast.lab import costs
+from zerocast.lab.costs import fitting
+from zerocast.lab.costs.estimation import PHASES
+from zerocast.lab.costs.machine import Cost, messages
 
 
 def test_points_on_a_line_give_its_cost() -> None:

@@ -142,7 +142,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, wrong):
     """Amid casts, where one rank cannot write its file, or the last name cannot be given; the next
     try succeeds.
     """
-    from zerocast import drafts
+    from zerocast import safe_files
     from zerocast.export import pretrained
 
     model, write, replace = bank([32] * 4), pretrained._write, Path.replace
@@ -171,7 +171,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, wrong):
         elif wrong == "file":
             patch.setattr(pretrained, "_write", full)
         else:
-            patch.setattr(drafts.Path, "replace", ends)
+            patch.setattr(safe_files.Path, "replace", ends)
         ranks = 1 if wrong == "interrupt" else 2
         error = {"weight": zerocast.NonFiniteError, "interrupt": KeyboardInterrupt}
         with pytest.raises(error.get(wrong, zerocast.ZerocastError)):

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.same_bytes import assert_same_codes
 from tests.support.values import every_bf16
-from zerocast.formats import (
+from zerocast.numerics import (
     E2M1,
     E4M3,
     E5M2,

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from zerocast.formats import decode_e8m0, encode_e8m0, reciprocal_e8m0
+from zerocast.numerics import decode_e8m0, encode_e8m0, reciprocal_e8m0
 
 EVERY_CODE = torch.arange(256, dtype=torch.uint8)
 

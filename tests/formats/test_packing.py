@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocast.formats import (
+from zerocast.numerics import (
     E2M1,
     E4M3,
     E5M2,

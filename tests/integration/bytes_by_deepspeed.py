@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from train_by_deepspeed import config_of
 
 import zerocast
-import zerocast.deepspeed
+import zerocast.adapters.deepspeed
 
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce",
@@ -52,7 +52,7 @@ def count_collectives() -> None:
 def main() -> None:
     """Count on one rank."""
     dist.init_process_group("gloo")
-    zerocast.deepspeed.install()
+    zerocast.adapters.deepspeed.install()
     count_collectives()
     for case in sys.argv[1:]:
         recipe, stage = case.split(":")

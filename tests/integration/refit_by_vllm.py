@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 from vllm.model_executor.models.llama import LlamaForCausalLM as ServedLlama
 
 import zerocast
-from zerocast.integrations.refit.vllm import codes_source
+from zerocast.adapters.refit.vllm import codes_source
 from zerocast.refit import Receiver, Refit
 
 DIALECT = "compressed-tensors/fp8-channel"

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 import zerocast
-import zerocast.megatron
+import zerocast.adapters.megatron
 from tests.support.megatron_on_cpu import on_cpu, with_fused_adam
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
@@ -34,7 +34,7 @@ def model(recipe: str = "block") -> torch.nn.Module:
     ).bfloat16()
     layer.config = config
     holder = torch.nn.Sequential(layer)
-    zerocast.megatron.quantize_linears(holder, recipe)
+    zerocast.adapters.megatron.quantize_linears(holder, recipe)
     return holder
 
 
@@ -104,10 +104,10 @@ def main() -> None:
     """Ask for each."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    zerocast.megatron.install()
+    zerocast.adapters.megatron.install()
     for way in WAYS:
         report(way)
-    zerocast.megatron.uninstall()
+    zerocast.adapters.megatron.uninstall()
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from train_by_deepspeed import (
 )
 
 import zerocast
-import zerocast.deepspeed
+import zerocast.adapters.deepspeed
 
 
 def batches(steps: int) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ def main() -> None:
     """Save and continue on one rank."""
     directory, stage, recipes = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     dist.init_process_group("gloo")
-    zerocast.deepspeed.install()
+    zerocast.adapters.deepspeed.install()
     for recipe in recipes:
         engine = make_engine(recipe, stage, set())
         given = batches(6)

@@ -92,8 +92,8 @@ import torch
 import deepspeed
 deepspeed.ops.__compatible_ops__.clear()
 import zerocast
-import zerocast.deepspeed
-zerocast.deepspeed.install()
+import zerocast.adapters.deepspeed
+zerocast.adapters.deepspeed.install()
 torch.distributed.init_process_group("gloo")
 for zero, more in [
     ({"stage": 0}, {}), ({"stage": 3}, {}), ({"stage": 2, "zenflow": {"topk_ratio": 0.1}}, {}),
@@ -137,8 +137,8 @@ import torch
 import deepspeed
 deepspeed.ops.__compatible_ops__.clear()
 import zerocast
-import zerocast.deepspeed
-zerocast.deepspeed.install()
+import zerocast.adapters.deepspeed
+zerocast.adapters.deepspeed.install()
 torch.distributed.init_process_group("gloo")
 for second in ("current", None):
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))

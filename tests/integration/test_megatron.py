@@ -104,7 +104,7 @@ def test_the_page_trains(tmp_path):
     """The program of docs/megatron.md."""
     page = (HERE.parents[1] / "docs/megatron.md").read_text()
     program = page.partition("```py\n")[2].partition("```")[0]
-    assert "import zerocast.megatron" in program
+    assert "import zerocast.adapters.megatron" in program
     on_cpu = "from tests.support.megatron_on_cpu import on_cpu\n\nwith on_cpu():\n"
     (tmp_path / "page.py").write_text(on_cpu + textwrap.indent(program, "    "))
     out = output_of(on_torchrun_ranks(2, tmp_path / "page.py"))

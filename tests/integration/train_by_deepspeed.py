@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import zerocast
-import zerocast.deepspeed
+import zerocast.adapters.deepspeed
 from zerocast.comm import SingleRank
 
 deepspeed.ops.__compatible_ops__.clear()  # or its CPU backend compiles collectives of its own
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    zerocast.deepspeed.install()
+    zerocast.adapters.deepspeed.install()
     for case in args.cases:
         train(case, args.steps)
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.utils._pytree import tree_leaves
 
 import zerocast
-import zerocast.megatron
+import zerocast.adapters.megatron
 from tests.support.collectives import Collectives
 from tests.support.megatron_on_cpu import on_cpu, with_fused_adam
 
@@ -86,8 +86,8 @@ class Training:
         self.has_codes = name != "bf16"
         if self.has_codes:
             recipe = OTHERS.get(name, name)
-            zerocast.megatron.install()
-            zerocast.megatron.quantize_linears(model, recipe, skip=["output_layer"])
+            zerocast.adapters.megatron.install()
+            zerocast.adapters.megatron.quantize_linears(model, recipe, skip=["output_layer"])
             flags[f"fp{4 if name.endswith('fp4') else 8}_param_gather"] = True
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**flags), model)
         options = dict(BF16)
@@ -235,7 +235,7 @@ def main() -> None:
             training.take_step()
         if dist.get_rank() == 0:
             print("sent", *(f"{kind} {count}" for kind, count in sorted(sent.kinds.items())))
-        zerocast.megatron.uninstall()
+        zerocast.adapters.megatron.uninstall()
     dist.destroy_process_group()
 
 

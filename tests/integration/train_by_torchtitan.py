@@ -43,7 +43,7 @@ from tests.sharded.sharded import gathered, multiplied, reshard, whole_masters
 from tests.support.claims import assert_unsharded_cast
 from zerocast.recipes import RECIPES
 from zerocast.sharded.all_gather import gather_of
-from zerocast.wrapped_names import without_wrappers
+from zerocast.tensors.wrapped_names import without_wrappers
 
 
 def prepare_cpu() -> None:
@@ -71,7 +71,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-from zerocast.integrations.torchtitan import LinearConverter, recipe_named  # noqa: E402
+from zerocast.adapters.torchtitan import LinearConverter, recipe_named  # noqa: E402
 
 SECONDS = 600
 """That a rank may take."""

@@ -23,7 +23,7 @@ from train_by_deepspeed import (
     wrong_bytes,
 )
 
-import zerocast.deepspeed
+import zerocast.adapters.deepspeed
 
 
 def save(recipe: str, stage: int, folder: Path) -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     """Save or load on one rank."""
     directory, stage, recipes = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     dist.init_process_group("gloo")
-    zerocast.deepspeed.install()
+    zerocast.adapters.deepspeed.install()
     is_saved = directory.joinpath(recipes[0], "latest_universal").exists()
     dist.barrier()
     for recipe in recipes:

@@ -24,10 +24,11 @@ from tests.support.operations import (
     run_together,
 )
 from tests.support.values import draw_values
-from zerocast.formats import E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.nn.quantized_ops import apply_fused
 from zerocast.numerics import (
+    E4M3,
+    E5M2,
     AdamWNumbers,
     AdamWUpdate,
     Backend,

@@ -41,9 +41,11 @@ from tests.support.values import KINDS, draw_values
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
-from zerocast.formats import E2M1, E4M3, E5M2, decode
 from zerocast.layout import BlockGrid, Extent, ScaleLayout, Source
 from zerocast.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
     Backend,
     Float8DelayedNumerics,
     Float8Numerics,
@@ -51,6 +53,7 @@ from zerocast.numerics import (
     Numerics,
     NVFP4Numerics,
     Rounding,
+    decode,
 )
 
 NOMINALS = (torch.float32, torch.bfloat16, torch.float16)

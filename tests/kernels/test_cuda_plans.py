@@ -23,9 +23,8 @@ from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import BackendError
-from zerocast.formats import E4M3
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
-from zerocast.numerics import Backend, Float8Numerics
+from zerocast.numerics import E4M3, Backend, Float8Numerics
 from zerocast.recipes import Recipe
 
 THREE_RECIPES = [

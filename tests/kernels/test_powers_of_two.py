@@ -12,9 +12,8 @@ from tests.support.compiled import on_cpu
 from tests.support.operations import Scheme, Weight, run_together
 from tests.support.values import KINDS, draw_values
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, Extent, ScaleLayout
-from zerocast.numerics import MXNumerics
+from zerocast.numerics import E2M1, E4M3, E5M2, MXNumerics
 
 BLOCK = 32
 NUMERICS = [MXNumerics(E4M3), MXNumerics(E5M2)]

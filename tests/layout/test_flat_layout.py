@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocast.formats import E2M1, byte_span
 from zerocast.layout import Extent, FlatLayout, check_partition
+from zerocast.numerics import E2M1, byte_span
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 

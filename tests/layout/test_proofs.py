@@ -17,7 +17,7 @@ import pytest
 from z3 import And, If, Implies, Ints, Or, Sum
 
 from tests.support.symbolic import Refuted, Symbol, assume, in_range, prove
-from zerocast.formats import E2M1, E4M3
+from zerocast.numerics import E2M1, E4M3
 
 BLOCKS = [(1, 16), (16, 16), (1, 32), (32, 1), (32, 32), (1, 128), (128, 128)]
 MOST = 2**55
@@ -41,7 +41,7 @@ def modules(**mistakes: tuple[str, str]) -> types.SimpleNamespace:
     found = types.SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
         for path in ("layout.extent", "layout.block_grid", "layout.flat_layout",
-                     "layout.whole_rows", "layout.shared_blocks", "formats.packing",
+                     "layout.whole_rows", "layout.shared_blocks", "numerics.packing",
                      "backends.cuda.tiling"):  # fmt: skip
             name = path.rpartition(".")[2]
             original = importlib.import_module(f"zerocast.{path}")

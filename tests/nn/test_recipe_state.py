@@ -12,8 +12,8 @@ from tests.support.same_bytes import assert_same_bytes
 from tests.support.weights import through_a_file
 from zerocast.comm import SingleRank, run_in_process
 from zerocast.errors import InputError, MissingDataError
-from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.nn.recipe_state import AmaxReduction, RecipeState
+from zerocast.numerics import E2M1, E4M3, E5M2
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -6,8 +6,8 @@ import torch
 from tests.support.layers import RECIPES, every_recipe
 from zerocast import nn
 from zerocast.errors import InputError
-from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.nn.autocast import autocast, get_default_recipe
+from zerocast.numerics import E2M1, E4M3, E5M2
 from zerocast.recipes import DelayedScaling, Float8CurrentScaling, Format, NVFP4BlockScaling
 
 E4M3_ONLY = DelayedScaling(fp8_format=Format.E4M3)

@@ -15,7 +15,7 @@ from tests.oracles.cuda_conversions import (
 )
 from tests.support.same_bytes import assert_same_codes
 from tests.support.values import every_bf16
-from zerocast.formats import ELEMENT_FORMATS, decode, encode, encode_e8m0
+from zerocast.numerics import ELEMENT_FORMATS, decode, encode, encode_e8m0
 from zerocast.recipes import MXFP8BlockScaling
 
 HEADERS = find_headers()

@@ -11,7 +11,7 @@ import torch
 
 import zerocast
 from tests.oracles import scalar_nvfp4
-from zerocast.formats import unpack_nibbles
+from zerocast.numerics import unpack_nibbles
 from zerocast.recipes import NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("backend")

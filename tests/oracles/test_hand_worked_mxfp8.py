@@ -8,7 +8,7 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.values import draw_values
-from zerocast.formats import decode_e8m0
+from zerocast.numerics import decode_e8m0
 from zerocast.recipes import MXFP8BlockScaling
 
 pytestmark = pytest.mark.usefixtures("backend")

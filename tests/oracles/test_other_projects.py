@@ -12,7 +12,7 @@ import torch
 import zerocast
 from tests.oracles.make_other_projects import FILE
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.formats import E2M1, E4M3, ElementFormat, decode, unpack_nibbles
+from zerocast.numerics import E2M1, E4M3, ElementFormat, decode, unpack_nibbles
 from zerocast.recipes import (
     Float8RowwiseScaling,
     MXFP4BlockScaling,

@@ -9,7 +9,7 @@ import torch
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.formats import E2M1, decode, unpack_nibbles
+from zerocast.numerics import E2M1, decode, unpack_nibbles
 from zerocast.recipes import NVFP4BlockScaling, QParams
 from zerocast.tensors import quantize_into
 

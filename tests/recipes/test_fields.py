@@ -7,9 +7,16 @@ import pytest
 
 from tests.support.claims import message_of
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import Source
-from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXNumerics, NVFP4Numerics
+from zerocast.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    MXNumerics,
+    NVFP4Numerics,
+)
 from zerocast.recipes import (
     RECIPES,
     DelayedScaling,

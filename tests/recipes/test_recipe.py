@@ -10,9 +10,8 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from zerocast.errors import InputError
-from zerocast.formats import E4M3
 from zerocast.layout import Block, BlockGrid, ScaleLayout, Source
-from zerocast.numerics import Float8Numerics
+from zerocast.numerics import E4M3, Float8Numerics
 from zerocast.recipes import RECIPES, QParams, Recipe
 
 NVFP4 = zerocast.NVFP4BlockScaling()

@@ -19,8 +19,8 @@ import zerocast
 from tests.support.models import Pair
 from tests.support.ranks import on_gloo
 from tests.support.same_bytes import assert_same_bytes
+from zerocast.adapters.refit import nemo_rl, slime, verl, vllm
 from zerocast.export import DIALECTS
-from zerocast.integrations.refit import nemo_rl, slime, verl, vllm
 from zerocast.refit import Refit
 
 RECORD = json.loads(Path(__file__).with_name("interfaces.json").read_text())
@@ -95,7 +95,7 @@ def test_methods_have_the_recorded_signatures(function, project, name):
 
 def test_no_adapter_is_longer_than_40_lines():
     """So that it can be read, and copied, where an interface moves on."""
-    folder = Path(zerocast.__file__).parent / "integrations" / "refit"
+    folder = Path(zerocast.__file__).parent / "adapters" / "refit"
     lengths = {file.name: len(file.read_text().splitlines()) for file in folder.glob("*.py")}
     assert len(lengths) == 5
     assert max(lengths.values()) <= 40, lengths

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from tests.support.values import draw_values
-from zerocast.formats import byte_span, packed_columns
 from zerocast.layout import (
     BlockGrid,
     Extent,
@@ -36,6 +35,8 @@ from zerocast.numerics import (
     PlaneBuffers,
     Rounding,
     TensorOperand,
+    byte_span,
+    packed_columns,
 )
 from zerocast.recipes import Recipe
 

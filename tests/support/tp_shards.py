@@ -7,8 +7,8 @@ import torch
 import zerocast
 from zerocast import QuantizedTensor, TensorParallelShard
 from zerocast.backends.reference.planes import read_plane, write_plane
-from zerocast.formats import pack_nibbles, unpack_nibbles
 from zerocast.layout import ScaleLayout, Source
+from zerocast.numerics import pack_nibbles, unpack_nibbles
 from zerocast.recipes import Recipe
 
 

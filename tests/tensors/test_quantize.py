@@ -8,8 +8,8 @@ from tests.support.values import KINDS, draw_values
 from zerocast import Quantizer
 from zerocast.backends import backend_for, use_backend
 from zerocast.errors import InputError
-from zerocast.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
-from zerocast.formats import decode as decode_codes
+from zerocast.numerics import E2M1, E4M3, pack_nibbles, unpack_nibbles
+from zerocast.numerics import decode as decode_codes
 from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling
 from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
 

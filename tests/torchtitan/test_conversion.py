@@ -10,7 +10,7 @@ from torchtitan.models.common.linear import Linear
 import zerocast
 from tests.support.claims import message_of
 from tests.torchtitan.decoder import DIM, IN_BLOCKS, Decoder, OptimizersContainer, loss
-from zerocast.integrations.torchtitan import LinearConverter, QuantizedLinear
+from zerocast.adapters.torchtitan import LinearConverter, QuantizedLinear
 from zerocast.sharded import MasterWeight
 
 

@@ -7,7 +7,7 @@ from torchtitan.components.quantization import QuantizationConverter
 
 from tests.torchtitan import stand_in
 from tests.torchtitan.interface import RECORD, RELEASE, fact, installed, signature
-from zerocast.integrations.torchtitan import LinearConverter
+from zerocast.adapters.torchtitan import LinearConverter
 
 
 @pytest.mark.skipif(installed() is None, reason="torchtitan is not installed")

@@ -11,7 +11,7 @@ import zerocast
 from tests.support.claims import assert_same_tensors
 from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.integrations.torchtitan import AutocastLinear, product_recipe
+from zerocast.adapters.torchtitan import AutocastLinear, product_recipe
 from zerocast.recipes import RECIPES
 
 SERVED = [name for name in RECIPES if name != "delayed"]
@@ -57,7 +57,7 @@ def test_a_gradient_that_cannot_be_held(caplog):
     so.
     """
     recipe = zerocast.MXFP8BlockScaling()
-    with caplog.at_level(logging.INFO, "zerocast.integrations.torchtitan"):
+    with caplog.at_level(logging.INFO, "zerocast.adapters.torchtitan"):
         assert product_recipe(recipe, "gate", 8) is None
     assert product_recipe(recipe, "w1", 96) is recipe
     (record,) = caplog.records

@@ -4,7 +4,7 @@ import pytest
 
 import zerocast
 from tests.support.claims import message_of
-from zerocast.integrations.torchtitan.options import check_combination, recipe_named
+from zerocast.adapters.torchtitan.options import check_combination, recipe_named
 from zerocast.recipes import RECIPES
 
 

@@ -10,7 +10,7 @@ from tests.support.claims import assert_same_tensors
 from tests.support.collectives import Collectives
 from tests.support.ranks import on_gloo
 from tests.torchtitan.decoder import IN_BLOCKS, Decoder, OptimizersContainer, loss, shard
-from zerocast.integrations.torchtitan import (
+from zerocast.adapters.torchtitan import (
     LinearConverter,
     precompute_after_steps,
     recipe_named,

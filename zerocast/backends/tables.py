@@ -15,9 +15,11 @@ from functools import lru_cache
 import torch
 
 from zerocast.errors import BackendError
-from zerocast.formats import E2M1, E4M3, E5M2
 from zerocast.layout import BlockGrid, ScaleLayout
 from zerocast.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
     NOMINALS,
     AdamWNumbers,
     AdamWUpdate,

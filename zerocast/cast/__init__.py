@@ -31,7 +31,7 @@ chooses for a block that it holds whole casts it in the same read.
 The words, each used for nothing else:
 
     element     one logical weight value; every offset in Python is in elements
-    byte        one stored byte; derived from elements by ``zerocast.formats.byte_span``, never a
+    byte        one stored byte; derived from elements by ``zerocast.numerics.byte_span``, never a
                 second offset system
     shard       what one rank owns of one master weight: an ``Extent`` of elements, possibly empty
     block       the elements that share a scale

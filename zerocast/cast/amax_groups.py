@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from zerocast.errors import InputError
-from zerocast.wrapped_names import named_modules
+from zerocast.tensors.wrapped_names import named_modules
 
 Patterns: TypeAlias = Sequence[Sequence[str]]
 """For each group the patterns of its members' names, such as ``["*.wq", "*.wk", "*.wv"]``."""

@@ -24,7 +24,7 @@ from zerocast.comm import Attempt, Communicator, Group, as_communicator
 from zerocast.errors import InputError
 from zerocast.numerics import NVFP4Numerics
 from zerocast.tensors import QuantizedTensor, rebuild_derived
-from zerocast.untraced import untraced
+from zerocast.tensors.untraced import untraced
 
 
 @untraced

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.foreign_files import LENGTH, MOST_DIMENSIONS, open_regular, read_header
+from zerocast.safe_files import LENGTH, MOST_DIMENSIONS, open_regular, read_header
 
 FORMAT = "zerocast fault 1"
 

@@ -16,8 +16,7 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.comm.failure import name
 from zerocast.errors import NonFiniteError
-from zerocast.formats import E4M3, FLT_MAX
-from zerocast.numerics import INFINITY_BITS, NVFP4Numerics
+from zerocast.numerics import E4M3, FLT_MAX, INFINITY_BITS, NVFP4Numerics
 
 
 def raise_if_not_finite(

@@ -27,9 +27,8 @@ from zerocast.cast.consistency import raise_in_all
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Attempt, Communicator, alone
 from zerocast.errors import InputError
-from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
-from zerocast.numerics import CodeCopy, LaunchOn, SharedByte
+from zerocast.numerics import CodeCopy, LaunchOn, SharedByte, byte_span
 from zerocast.tensors import QuantizedStorage
 
 PLANES = ("rowwise_data", "columnwise_data")

@@ -14,9 +14,8 @@ import torch
 
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
-from zerocast.formats import byte_span
 from zerocast.layout import NOTHING, Extent, Owners
-from zerocast.numerics import AdamWUpdate
+from zerocast.numerics import AdamWUpdate, byte_span
 from zerocast.tensors import QuantizedStorage
 
 

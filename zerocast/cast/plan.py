@@ -32,12 +32,12 @@ from zerocast.cast.prepared_cast import PreparedCast, planning
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
 from zerocast.cast.verified import VerifyMode, check_mode, verification_of
 from zerocast.comm import Attempt, Communicator, Group, announcing
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor
-from zerocast.uncopied import Uncopied
-from zerocast.untraced import untraced
+from zerocast.tensors.untraced import untraced
 
 _run_untraced = untraced(lambda step: step())
 

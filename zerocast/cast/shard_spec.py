@@ -18,11 +18,11 @@ from zerocast.cast.amax_groups import Patterns, amax_group_labels, by_first_name
 from zerocast.cast.master_checks import check_list, extent_of
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
-from zerocast.formats import byte_span
 from zerocast.layout import Extent, Source
+from zerocast.numerics import byte_span
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.weight_operands import OwnScales
-from zerocast.wrapped_names import without_wrappers
+from zerocast.tensors.wrapped_names import without_wrappers
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerocast.cast.plan import CastPlan
-from zerocast.untraced import untraced
+from zerocast.tensors.untraced import untraced
 
 
 class StagedCast:

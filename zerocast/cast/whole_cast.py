@@ -13,8 +13,8 @@ import torch
 
 from zerocast.backends import use_backend
 from zerocast.comm import Communicator
-from zerocast.formats import decode, unpack_nibbles
 from zerocast.layout import Extent
+from zerocast.numerics import decode, unpack_nibbles
 from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.digest import each_digest
 from zerocast.tensors.quantize import quantize_into

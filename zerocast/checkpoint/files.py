@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.foreign_files import LARGEST_HEADER, LENGTH, open_regular, read_header
+from zerocast.safe_files import LARGEST_HEADER, LENGTH, open_regular, read_header
 
 BLOCK = 1 << 22
 """Bytes under one digest."""

@@ -25,7 +25,7 @@ from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, sharded_like, to_local
 from zerocast.sharded.state import check_state
 from zerocast.tensors import QuantizedTensor
-from zerocast.wrapped_names import named_parameters
+from zerocast.tensors.wrapped_names import named_parameters
 
 _GATHERED = (
     " FSDP2 leaves parameters of its root gathered after a forward, and an optimizer that is made "

@@ -24,7 +24,7 @@ from zerocast.nn.stateful_module import StatefulModule
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
-from zerocast.wrapped_names import named_modules, named_parameters
+from zerocast.tensors.wrapped_names import named_modules, named_parameters
 
 _EXTRA = "._extra_state"
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from zerocast.comm import Attempt, Communicator, raise_together
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import ZerocastError
-from zerocast.uncopied import Uncopied
 
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
 """The saves that have not been waited for, by optimizer."""

@@ -30,8 +30,8 @@ from zerocast.checkpoint.runs import Claim, identity_of, run_of
 from zerocast.checkpoint.training import Contents
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, ZerocastError
-from zerocast.foreign_files import read_text
 from zerocast.numerics import NUMERICS_VERSION
+from zerocast.safe_files import read_text
 
 
 @dataclass

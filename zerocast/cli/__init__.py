@@ -16,8 +16,8 @@ from pathlib import Path
 from zerocast.cli import checkpoint_files, conformance, doctor, estimate, inspection, reproduce
 from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
-from zerocast.foreign_files import printable
 from zerocast.recipes import RECIPES
+from zerocast.safe_files import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ import torch
 from zerocast.arguments import why_no_memory
 from zerocast.checkpoint.boxes import Box, are_whole
 from zerocast.errors import InputError
-from zerocast.foreign_files import open_regular
+from zerocast.safe_files import open_regular
 
 NamedTensor = tuple[str, torch.Tensor | None]
 """A name and its tensor; None for other values."""

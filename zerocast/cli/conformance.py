@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zerocast.cli.output import add_output
-from zerocast.conformance import PACKAGES, Score, package_of, packs, score, write_packs
-from zerocast.costs.cost_tables import markdown
 from zerocast.errors import InputError
+from zerocast.lab.conformance import PACKAGES, Score, package_of, packs, score, write_packs
+from zerocast.lab.costs.cost_tables import markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,17 @@ import torch
 
 from zerocast.arguments import why_no_memory
 from zerocast.backends.reference.planes import read_plane
-from zerocast.formats import E2M1, E4M3, E5M2, ElementFormat, decode, decode_e8m0
 from zerocast.layout import Plane
-from zerocast.numerics import MXNumerics, NVFP4Numerics
+from zerocast.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
+    ElementFormat,
+    MXNumerics,
+    NVFP4Numerics,
+    decode,
+    decode_e8m0,
+)
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 PIECE = 2**22

@@ -25,8 +25,7 @@ import torch
 import zerocast
 from zerocast.backends import availability, backend_for, native_library
 from zerocast.cli.self_check import compare_casts, recipes
-from zerocast.errors import BackendError
-from zerocast.torch_release import OLDEST_TORCH
+from zerocast.errors import OLDEST_TORCH, BackendError
 
 PACKAGES = {
     "numpy": "not needed; without it torch warns once when it is imported",

@@ -11,10 +11,10 @@ import torch
 from zerocast.arguments import check_integer
 from zerocast.cli.output import add_output
 from zerocast.comm import run_in_process
-from zerocast.costs import MODELS, Machine, StepOptions, compare_gathers
-from zerocast.costs import fit as fit_machine
-from zerocast.costs.cost_tables import as_json, markdown, tables
-from zerocast.costs.picture import draw
+from zerocast.lab.costs import MODELS, Machine, StepOptions, compare_gathers
+from zerocast.lab.costs import fit as fit_machine
+from zerocast.lab.costs.cost_tables import as_json, markdown, tables
+from zerocast.lab.costs.picture import draw
 from zerocast.recipes import RECIPES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

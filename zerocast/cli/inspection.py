@@ -13,7 +13,7 @@ from pathlib import Path
 from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.description import TensorDescription, describe
 from zerocast.errors import InputError, ZerocastError
-from zerocast.foreign_files import printable
+from zerocast.safe_files import printable
 
 HEAD = (
     "tensor", "shape", "dtype", "recipe", "bytes", "amax", "codes", "scale_inv", "saturated",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerocast.drafts import drafts_in, publish
 from zerocast.errors import InputError
+from zerocast.safe_files import drafts_in, publish
 
 Reads = Callable[[argparse.Namespace], list[Path]]
 """From the arguments of a command to the files that it reads, of which some need not exist."""

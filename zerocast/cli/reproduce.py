@@ -20,10 +20,10 @@ from zerocast.cast.fault_file import read_fault
 from zerocast.cast.whole_cast import HeldWeight, first_difference
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError
-from zerocast.foreign_files import printable
 from zerocast.layout import Extent
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, recipe_from_text
+from zerocast.safe_files import printable
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard
 from zerocast.tensors.quantize import quantize_into
 

@@ -31,8 +31,8 @@ from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import DEFAULT_TIMEOUT, check_timeout, name
 from zerocast.comm.rendezvous import ThreadGroup, ThreadWorld, one_error
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import InputError, PeerTimeoutError, RankMismatchError
-from zerocast.uncopied import Uncopied
 
 T = TypeVar("T")
 

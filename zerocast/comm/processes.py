@@ -21,9 +21,9 @@ from zerocast.comm import buffers
 from zerocast.comm.buffers import AllToAllOperands
 from zerocast.comm.communicator import Communicator, Parts, Wait, nothing_to_wait_for
 from zerocast.comm.failure import alone, announcing
+from zerocast.comm.peer_memory import PeerBuffer, draw_token, read
 from zerocast.comm.peers import MAXIMA, Begin, Peers
-from zerocast.peer_memory import PeerBuffer, draw_token, read
-from zerocast.uncopied import Uncopied
+from zerocast.comm.uncopied import Uncopied
 
 _LARGE = 1 << 21
 """Bytes of a part, on average, from which on ranks of one node copy them from each other."""

@@ -27,8 +27,8 @@ import torch
 
 from zerocast.comm import buffers
 from zerocast.comm.communicator import Communicator, Parts, Wait
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import InputError
-from zerocast.uncopied import Uncopied
 
 
 @dataclass(slots=True)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.formats import FLT_MAX, decode_e8m0
 from zerocast.layout import Plane
-from zerocast.numerics import NVFP4Numerics
+from zerocast.numerics import FLT_MAX, NVFP4Numerics, decode_e8m0
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.saved_storage import checked_storage

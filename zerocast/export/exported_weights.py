@@ -17,6 +17,7 @@ from zerocast.arguments import check_flag, check_integer, check_module
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.export.configuration import Configuration, check_ties, check_weights_are_read
 from zerocast.export.dialects import Dialect
@@ -60,7 +61,6 @@ from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, reshard, to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
-from zerocast.uncopied import Uncopied
 
 BUCKET_BYTES = 1 << 30
 """Bytes of the tensors that are whole on a rank at once, by default."""

@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from zerocast.drafts import DRAFTS
 from zerocast.errors import InputError
+from zerocast.safe_files import DRAFTS
 
 MODEL_FILES = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json",

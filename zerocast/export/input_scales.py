@@ -11,7 +11,7 @@ from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry
-from zerocast.foreign_files import open_regular
+from zerocast.safe_files import open_regular
 from zerocast.sharded.placement import to_local
 
 InputScales: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"

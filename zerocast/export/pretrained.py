@@ -21,7 +21,6 @@ import torch
 
 from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, raise_together, raising_together
-from zerocast.drafts import drafts_in, publish
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.entries import Names
@@ -32,9 +31,9 @@ from zerocast.export.input_scales import InputScales
 from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors
 from zerocast.export.unwrapping import unwrapped
-from zerocast.foreign_files import open_regular, read_text
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES
+from zerocast.safe_files import drafts_in, open_regular, publish, read_text
 
 
 def save_pretrained(

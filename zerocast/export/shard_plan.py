@@ -15,14 +15,13 @@ from zerocast.comm import Attempt, Communicator, announcing
 from zerocast.errors import ZerocastError
 from zerocast.export.entries import Entry, Shard
 from zerocast.export.gathered import ONE_BY_ONE_FROM, allocate_codes, start_scales
-from zerocast.formats import byte_span
 from zerocast.layout import Extent, Owners
-from zerocast.numerics import INFINITY_BITS, NVFP4Numerics
+from zerocast.numerics import INFINITY_BITS, NVFP4Numerics, byte_span
 from zerocast.sharded.all_gather_input import CastShard
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.untraced import untraced
 from zerocast.tensors.weight_operands import OwnScales
-from zerocast.untraced import untraced
 
 _LAST = ("compute_scale", "partial_cast")
 """The steps of a cast that need nothing of other ranks."""

@@ -6,8 +6,7 @@ import torch
 
 from zerocast.errors import NonFiniteError, UnsupportedError
 from zerocast.export.dialects import Dialect
-from zerocast.formats import E4M3, FLT_MAX
-from zerocast.numerics import NVFP4Numerics
+from zerocast.numerics import E4M3, FLT_MAX, NVFP4Numerics
 from zerocast.tensors import QuantizedStorage
 
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 import torch
 
 from zerocast.errors import UnsupportedError
-from zerocast.wrapped_names import INNER
+from zerocast.tensors.wrapped_names import INNER
 
 _Source = TypeVar("_Source")
 

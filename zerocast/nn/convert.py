@@ -38,7 +38,7 @@ from zerocast.recipes import Recipe, as_recipe
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.report import note_reason
 from zerocast.tensors import QuantizedTensor
-from zerocast.wrapped_names import named_modules
+from zerocast.tensors.wrapped_names import named_modules
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ConversionReport:
         included: the names of the other parameters that are converted, because ``include`` named
             them or their modules.
         coverage: all parameters of the model, those that belong to no linear layer, too; None where
-            no model was converted but its configuration (:mod:`zerocast.integrations.torchtitan`).
+            no model was converted but its configuration (:mod:`zerocast.adapters.torchtitan`).
         amax_groups: the names of the converted layers and weights that share a tensor amax, for
             each group.
     """

@@ -24,9 +24,15 @@ from enum import Enum
 
 import torch
 
-from zerocast.formats import E5M2, ElementFormat
 from zerocast.layout import BlockGrid, Plane
-from zerocast.numerics import Float8DelayedNumerics, Float8Numerics, MXNumerics, NVFP4Numerics
+from zerocast.numerics import (
+    E5M2,
+    ElementFormat,
+    Float8DelayedNumerics,
+    Float8Numerics,
+    MXNumerics,
+    NVFP4Numerics,
+)
 from zerocast.recipes import Recipe
 
 

@@ -22,7 +22,7 @@ from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_master_like, as_plain
 from zerocast.sharded.placement import is_sharded
 from zerocast.tensors import QuantizedTensor
-from zerocast.wrapped_names import named_modules
+from zerocast.tensors.wrapped_names import named_modules
 
 ParameterPlace = tuple[str, torch.nn.Module, str]
 """A parameter's fully qualified name, the module that has it, and its name there."""

@@ -11,7 +11,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.layout import FULL
 from zerocast.recipes import Recipe
-from zerocast.wrapped_names import named_modules, named_parameters
+from zerocast.tensors.wrapped_names import named_modules, named_parameters
 
 AUTO_FILTER = "auto_filter_small_kn"
 """Among ``filter_fqns``: leave out the layers that are too small."""

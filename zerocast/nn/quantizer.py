@@ -25,9 +25,8 @@ import torch
 from zerocast.arguments import Device, check_device, check_flag, check_memory, check_tensor, present
 from zerocast.backends import backend_for
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.formats import ElementFormat
 from zerocast.layout import Extent
-from zerocast.numerics import Masters, PlaneBuffers, TensorOperand
+from zerocast.numerics import ElementFormat, Masters, PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, as_recipe, check_nominal
 from zerocast.tensors.quantize import plain_master, quantize_into
 from zerocast.tensors.quantized_tensor import QuantizedTensor

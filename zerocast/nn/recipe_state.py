@@ -33,10 +33,9 @@ from zerocast.arguments import check_device, check_integer, check_tensor, check_
 from zerocast.backends import backend_for
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, MissingDataError
-from zerocast.formats import ElementFormat
 from zerocast.layout import ONE_BLOCK
 from zerocast.nn.quantizer import Quantizer, StateSlot
-from zerocast.numerics import Launch, Numerics, PlaneBuffers, TensorOperand
+from zerocast.numerics import ElementFormat, Launch, Numerics, PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, Role, as_recipe
 
 Mode = Literal["forward", "backward"]

@@ -28,7 +28,7 @@ from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import to_local
 from zerocast.sharded.report import grouped, why_high_precision
 from zerocast.tensors import QuantizedTensor
-from zerocast.wrapped_names import named_modules, named_parameters
+from zerocast.tensors.wrapped_names import named_modules, named_parameters
 
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
 

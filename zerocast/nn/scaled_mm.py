@@ -27,7 +27,6 @@ import torch
 
 from zerocast.arguments import check_shape, check_tensor
 from zerocast.errors import InputError
-from zerocast.formats import E4M3, E5M2, ElementFormat
 from zerocast.nn.engines import (
     BLOCKWISE,
     MXFP8,
@@ -39,7 +38,7 @@ from zerocast.nn.engines import (
     Side,
     engine,
 )
-from zerocast.numerics import NVFP4Numerics
+from zerocast.numerics import E4M3, E5M2, ElementFormat, NVFP4Numerics
 from zerocast.tensors import QuantizedStorage, dequantize
 
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 
 from zerocast.arguments import check_module
-from zerocast.formats import ElementFormat, unpack_nibbles
 from zerocast.nn.layer_product import Watch
 from zerocast.nn.regions import in_backward
+from zerocast.numerics import ElementFormat, unpack_nibbles
 from zerocast.recipes import Role
 from zerocast.tensors import QuantizedStorage, dequantize
-from zerocast.wrapped_names import named_modules
+from zerocast.tensors.wrapped_names import named_modules
 
 
 @dataclass(slots=True)

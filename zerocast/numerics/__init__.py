@@ -1,4 +1,6 @@
-"""Defines the operations of a cast and the contract that every backend fulfils.
+"""Defines element formats, the operations of a cast, and the contract of every backend.
+
+Element formats: their rounding in plain torch, and where an element's code is stored.
 
 An operation serves *many weights at once*. It is given everything that stays the same between steps
 (shapes, owners, buffers) when it is prepared, and returns a :data:`Launch`: a callable without
@@ -36,6 +38,8 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 
 from zerocast.numerics.adamw_numbers import AdamWNumbers, AdamWUpdate
 from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchUpdates
+from zerocast.numerics.codec import decode, decode_e8m0, encode, encode_e8m0, reciprocal_e8m0
+from zerocast.numerics.element import E2M1, E4M3, E5M2, ELEMENT_FORMATS, FLT_MAX, ElementFormat
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand
 from zerocast.numerics.numerics import (
     INFINITY_BITS,
@@ -63,4 +67,10 @@ from zerocast.numerics.operands import (
     Rounding,
     SharedByte,
     TensorOperand,
+)
+from zerocast.numerics.packing import (
+    byte_span,
+    pack_nibbles,
+    packed_columns,
+    unpack_nibbles,
 )

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from zerocast.errors import InputError
-from zerocast.formats import E2M1, E4M3, ElementFormat
+from zerocast.numerics.element import E2M1, E4M3, ElementFormat
 
 NUMERICS_VERSION = 2
 """Changes with any change of the bytes that some input gives; ranks of one cast must agree on

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from zerocast.comm import agree
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import InputError
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import index_of
-from zerocast.uncopied import Uncopied
 
 AVERAGE = "ema("
 """The beginning of the names of averages in a state dict."""

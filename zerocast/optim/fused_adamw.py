@@ -31,7 +31,7 @@ from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.sharded.updates import update_masters
 from zerocast.tensors import QuantizedTensor
-from zerocast.untraced import untraced
+from zerocast.tensors.untraced import untraced
 
 _FULFILLED: dict[str, tuple[object, ...]] = {
     "foreach": (None, False), "capturable": (False,), "differentiable": (False,),

@@ -12,8 +12,8 @@ from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.fused_adamw import FusedAdamW
 from zerocast.optim.param_groups import Param
 from zerocast.optim.shards import ShardedWeights
+from zerocast.sharded.verification import verify as compare
 from zerocast.tensors.storage import counted_by_torch
-from zerocast.verification import verify as compare
 
 _GATHER = "all-gather"
 """The name, in errors for readers of a weight, of what is unfinished from its cast until its codes

@@ -11,6 +11,7 @@ import torch
 
 from zerocast.comm import Attempt, Communicator
 from zerocast.comm.agreement import check_same
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import UnsupportedError
 from zerocast.layout import Extent
 from zerocast.optim.average import Average, check_decay
@@ -22,7 +23,6 @@ from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import index_of
-from zerocast.uncopied import Uncopied
 
 
 class ShardedOptimizer(Uncopied, torch.optim.Optimizer):

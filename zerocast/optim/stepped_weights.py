@@ -22,7 +22,7 @@ from zerocast.optim.param_groups import ParamGroups, option_lines
 from zerocast.recipes import NOMINAL_DTYPES, describe_recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.digest import digest, digests
-from zerocast.wrapped_names import without_wrappers
+from zerocast.tensors.wrapped_names import without_wrappers
 
 
 @dataclass(frozen=True, slots=True)

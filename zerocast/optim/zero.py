@@ -59,7 +59,7 @@ from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import check_same_optimizer, collect_weights
-from zerocast.untraced import untraced
+from zerocast.tensors.untraced import untraced
 
 
 class ZeroOptimizer(ShardedOptimizer):

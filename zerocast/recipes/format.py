@@ -12,8 +12,7 @@ import torch
 
 from zerocast.arguments import check_choice, check_fields, shown
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.formats import E4M3, E5M2, FLT_MAX, ElementFormat
-from zerocast.numerics import NOMINALS, ScaleFormula
+from zerocast.numerics import E4M3, E5M2, FLT_MAX, NOMINALS, ElementFormat, ScaleFormula
 
 NOMINAL_DTYPES = tuple(NOMINALS)
 """The dtypes that a quantized weight can present to torch."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from zerocast.arguments import check_choice
-from zerocast.formats import E2M1
 from zerocast.layout import BlockGrid, ScaleLayout, Source
-from zerocast.numerics import MXNumerics, ScaleRounding
+from zerocast.numerics import E2M1, MXNumerics, ScaleRounding
 from zerocast.recipes.mx import MXRecipe
 from zerocast.recipes.recipe import fixed
 

@@ -21,9 +21,8 @@ import torch
 
 from zerocast.arguments import check_fields, check_shape, shown
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.formats import packed_columns
 from zerocast.layout import FULL, Block, BlockGrid, Plane, ScaleLayout, Source, grid_of
-from zerocast.numerics import DelayedState, Numerics, Rounding
+from zerocast.numerics import DelayedState, Numerics, Rounding, packed_columns
 
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 """The roles of tensors in a layer's GEMMs: three in the forward, two in the backward."""

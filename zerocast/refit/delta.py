@@ -29,8 +29,8 @@ from zerocast.arguments import check_tensor, why_no_memory
 from zerocast.backends import backend_for
 from zerocast.backends.reference.changes import places_in
 from zerocast.errors import DeltaError
-from zerocast.foreign_files import MOST_DIMENSIONS
 from zerocast.numerics import Comparison
+from zerocast.safe_files import MOST_DIMENSIONS
 from zerocast.tensors.digest import digest
 
 _MAGIC = 0x33746C6564637A  # "zcdelt3"

@@ -15,6 +15,7 @@ import torch
 from zerocast.arguments import check_flag, check_integer
 from zerocast.backends.reference.digest_formula import as_integers
 from zerocast.comm import Communicator, raising_together
+from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import InputError
 from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, ExportSource
@@ -25,7 +26,6 @@ from zerocast.refit.audit import Travels, check_config, travels
 from zerocast.refit.delta import Segment, changed_segments, packed, whole_segment
 from zerocast.refit.pieces import Piece, check_cuts, pieces_of, refuse_parts
 from zerocast.tensors.digest import digest
-from zerocast.uncopied import Uncopied
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.layout import chunk
 from zerocast.recipes import Recipe
 from zerocast.tensors import TensorParallelShard
-from zerocast.wrapped_names import named_modules
+from zerocast.tensors.wrapped_names import named_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,7 +26,7 @@ from zerocast.sharded.placement import (
 from zerocast.sharded.row_shards import RowShards
 from zerocast.sharded.scale_shards import ScaleShards
 from zerocast.tensors import TensorParallelShard
-from zerocast.wrapped_names import named_modules
+from zerocast.tensors.wrapped_names import named_modules
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from zerocast.formats import ElementFormat, packed_columns
 from zerocast.layout import Extent, chunk, round_up
+from zerocast.numerics import ElementFormat, packed_columns
 from zerocast.recipes.recipe import Buffers
 
 

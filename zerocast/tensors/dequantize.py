@@ -17,9 +17,15 @@ import torch
 
 from zerocast.backends import backend_for
 from zerocast.errors import UnsupportedError
-from zerocast.formats import ELEMENT_FORMATS
 from zerocast.layout import BlockGrid, Plane, ScaleLayout, Source
-from zerocast.numerics import Numerics, NVFP4Numerics, Operands, PlaneBuffers, TensorOperand
+from zerocast.numerics import (
+    ELEMENT_FORMATS,
+    Numerics,
+    NVFP4Numerics,
+    Operands,
+    PlaneBuffers,
+    TensorOperand,
+)
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_operands import decoded_operand
 

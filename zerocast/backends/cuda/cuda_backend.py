@@ -38,7 +38,6 @@ from zerocast.backends.cuda.tiling import Cut
 from zerocast.backends.launches import in_turn, nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
-from zerocast.formats import packed_columns
 from zerocast.layout import BlockGrid, Extent
 from zerocast.numerics import (
     AdamWUpdate,
@@ -54,6 +53,7 @@ from zerocast.numerics import (
     Operands,
     SharedByte,
     TensorOperand,
+    packed_columns,
 )
 
 THREADS = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerocast.formats import FLT_MAX
+from zerocast.numerics import FLT_MAX
 
 
 def fl(value: float) -> float:

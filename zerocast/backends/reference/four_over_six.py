@@ -13,9 +13,8 @@ from zerocast.backends.reference.arithmetic import divide
 from zerocast.backends.reference.elements import amax_of, indices, rounded
 from zerocast.backends.reference.planes import by_elements
 from zerocast.backends.reference.scales import nvfp4_scales
-from zerocast.formats import decode, encode
 from zerocast.layout import BlockGrid, round_up
-from zerocast.numerics import Masters, NVFP4Numerics, TensorOperand
+from zerocast.numerics import Masters, NVFP4Numerics, TensorOperand, decode, encode
 
 
 def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Masters) -> None:

@@ -22,7 +22,6 @@ from zerocast.backends.reference.planes import by_elements, read_plane, write_pl
 from zerocast.backends.reference.rounding import encode_stochastic
 from zerocast.backends.reference.scales import advance, decode_multipliers, scales
 from zerocast.backends.subnormals import keeping_subnormals
-from zerocast.formats import decode, encode, pack_nibbles, packed_columns, unpack_nibbles
 from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
@@ -41,6 +40,11 @@ from zerocast.numerics import (
     PlaneBuffers,
     SharedByte,
     TensorOperand,
+    decode,
+    encode,
+    pack_nibbles,
+    packed_columns,
+    unpack_nibbles,
 )
 
 T = TypeVar("T")

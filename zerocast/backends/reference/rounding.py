@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerocast.formats import ElementFormat, decode
+from zerocast.numerics import ElementFormat, decode
 
 
 def encode_stochastic(x: torch.Tensor, fmt: ElementFormat, draws: torch.Tensor) -> torch.Tensor:

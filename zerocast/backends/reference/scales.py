@@ -11,7 +11,6 @@ import torch
 from zerocast.arguments import present
 from zerocast.backends.reference.arithmetic import divide, fl, not_above_flt_max
 from zerocast.backends.reference.elements import amax_of
-from zerocast.formats import decode, decode_e8m0, encode, encode_e8m0, reciprocal_e8m0
 from zerocast.numerics import (
     DelayedState,
     Float8DelayedNumerics,
@@ -21,6 +20,11 @@ from zerocast.numerics import (
     NVFP4Numerics,
     PlaneBuffers,
     TensorOperand,
+    decode,
+    decode_e8m0,
+    encode,
+    encode_e8m0,
+    reciprocal_e8m0,
 )
 
 Scales = tuple[torch.Tensor, torch.Tensor]

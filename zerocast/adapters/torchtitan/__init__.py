@@ -1,0 +1,308 @@
+"""LinearConverter: zerocast in torchtitan 0.3, as a converter that its configurations name.
+
+In a function of torchtitan's config registry, among the ``converters`` of a model registry::
+
+    from zerocast.adapters.torchtitan import LinearConverter
+
+    config.model_spec = model_registry(
+        "8B",
+        converters=[
+            LinearConverter.Config(
+                recipe_name="nvfp4",
+                enable_fsdp_float8_all_gather=True,
+                filter_fqns=["lm_head"],
+            ),
+        ],
+    )
+
+Each ``Linear.Config`` becomes a :class:`QuantizedLinear.Config`, and the model is built with layers
+of zerocast, which torchtitan initialises, shards and saves as its own. Options have torchtitan's
+names and its meaning if torchtitan has them (:mod:`zerocast.adapters.torchtitan.options`).
+
+Note: after a step
+~~~~~~~~~~~~~~~~~~
+After a step of the optimizer one all-reduce can make the scales of all weights ahead. torchtitan
+0.3 calls no converter then, so a program that has the optimizer asks for it::
+
+    precompute_after_steps(trainer.optimizers)
+
+A configuration has no optimizer. For runs that are described by a configuration alone, the option
+``precompute_float8_dynamic_scale_for_fsdp`` registers a hook that torch calls after the steps of
+all optimizers of the process, and that leaves out those without such layers.
+
+Note: why no region is opened around the model
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+torchtitan's trainer has no :class:`zerocast.autocast`, calls parts of a model separately (the head
+in chunks, inside of the loss), and recomputes activations in the backward, after a region around
+the forward would have ended. So each converted layer opens a separate region. That is right for
+schemes whose scales follow from the tensors at hand. Delayed scaling would reduce amaxes at the end
+of every layer, and recompute with other scales, so it is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.models.common.linear import Linear as TitanLinear
+from torchtitan.protocols.module import Module
+
+from zerocast.adapters.torchtitan.options import check_combination, recipe_named
+from zerocast.comm import SingleRank, as_communicator
+from zerocast.errors import InputError, UnsupportedError
+from zerocast.nn import ConversionReport, Linear
+from zerocast.nn.autocast import autocast, text_of
+from zerocast.nn.layer_filter import read_filter, why_small
+from zerocast.nn.linear import master_parameter
+from zerocast.nn.regions import UNTRACEABLE, is_traced
+from zerocast.recipes import Recipe
+from zerocast.sharded import precompute_scales_for_fsdp
+from zerocast.tensors import TensorParallelShard
+
+logger = logging.getLogger(__name__)
+
+# --- layers ---
+
+_NO_AMAXES = SingleRank()
+"""The group over which regions reduce amaxes: no other rank, because no scheme that is served keeps
+any."""
+
+
+class AutocastLinear(Linear):
+    """:class:`zerocast.nn.Linear` that opens a region of autocast around itself.
+
+    Attributes:
+        product_recipe: the recipe by which its products are quantized; None for products in high
+            precision, with the decoded weight if that was gathered in codes.
+    """
+
+    product_recipe: Recipe | None = None
+
+    def forward(self, input: torch.Tensor, *, fp8_output: bool = False) -> torch.Tensor:
+        """[..., K] -> [..., M], as :meth:`zerocast.nn.Linear.forward`."""
+        if self.product_recipe is None:
+            return super().forward(input, fp8_output=fp8_output)
+        if is_traced() and self._traced_recipe() != UNTRACEABLE:
+            return super().forward(input, fp8_output=fp8_output)
+        with autocast(recipe=self.product_recipe, amax_reduction_group=_NO_AMAXES):
+            return super().forward(input, fp8_output=fp8_output)
+
+    def _traced_recipe(self) -> str:
+        """Return the text of its own recipe: a compiled checkpoint cannot enter regions."""
+        recipe = self.product_recipe
+        return super()._traced_recipe() if recipe is None else text_of(recipe)
+
+    def get_extra_state(self) -> None:
+        """Return nothing: torchtitan takes every entry of a state dict for a tensor. So if
+        gradients are rounded stochastically, their draws are counted from 0 again on resuming.
+        """
+
+
+class QuantizedLinear(AutocastLinear, Module):
+    """torchtitan's ``Linear``, quantized.
+
+    Attributes:
+        precomputes: whether the hook of the option makes its scales after a step.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanLinear.Config):
+        """A layer to be built.
+
+        Attributes:
+            recipe_name: the name of the scheme.
+            name: the layer's, in the model.
+            gathers_codes: whether FSDP2 gathers the weight in codes.
+            precomputes: whether their scales are made after a step of the optimizer.
+            weights_only: whether products are those of the decoded weight and the input as it is.
+        """
+
+        recipe_name: str
+        name: str
+        gathers_codes: bool
+        precomputes: bool
+        weights_only: bool
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            config.in_features, config.out_features, bias=config.bias, name=config.name
+        )
+        recipe = recipe_named(config.recipe_name)
+        if not config.weights_only:
+            self.product_recipe = product_recipe(recipe, config.name, config.out_features)
+        self.low_bit_all_gather = config.gathers_codes
+        self.precomputes = config.precomputes
+        if config.gathers_codes:
+            self.weight = master_parameter(self.weight, recipe, name=f"{config.name}.weight")
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Split the layer over ranks, as torchtitan does its own.
+
+        Raises:
+            UnsupportedError: for a tensor-parallel layer under ``spmd_backend="full_dtensor"``.
+        """
+        if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "full_dtensor":
+            raise UnsupportedError(
+                f"{self.name}: spmd_backend='full_dtensor' is not served with tensor parallelism: "
+                f"weights must be split over a mesh of one dimension. Choose 'spmd_types' or "
+                f"'partial_dtensor'."
+            )
+        whole = self.weight.shape
+        super().parallelize(parallel_dims)
+        dims = [dim for dim in (0, 1) if self.weight.shape[dim] != whole[dim]]
+        if dims and not self.low_bit_all_gather:  # spmd_types makes plain tensors of the parts
+            comm = as_communicator(parallel_dims.get_mesh("tp").get_group())
+            self.tp_shard = TensorParallelShard.chunk(whole, dims[0], comm)
+
+
+def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None:
+    """Return ``recipe``, for the products of the layer ``fqn``; None, with a line in the log, if it
+    cannot hold the gradient of the output though it can hold the weight.
+    """
+    try:
+        recipe.for_role("grad_output").check_shape((1, out_features))
+    except InputError:
+        logger.info(
+            "%s: its products stay in high precision; %s cannot hold the gradient of its output, "
+            "[..., %d]",
+            fqn,
+            type(recipe).__name__,
+            out_features,
+        )
+        return None
+    return recipe
+
+
+# --- the converter ---
+
+
+class LinearConverter(QuantizationConverter):
+    """torchtitan's protocol ``ModelConfigConverter``.
+
+    Raises:
+        InputError: for an unknown ``recipe_name``, or an option that would do nothing.
+        UnsupportedError: for a known ``recipe_name`` that is not served.
+
+    Attributes:
+        report: the result of :meth:`convert`; None before.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """What to convert, and how.
+
+        Attributes:
+            recipe_name: one that :func:`recipe_named` takes.
+            enable_fsdp_float8_all_gather: FSDP2 gathers the weights in codes, of whatever scheme.
+            precompute_float8_dynamic_scale_for_fsdp: after a step of the optimizer, one all-reduce
+                makes the scales of all weights; see :func:`precompute_after_steps`.
+            filter_fqns: a layer stays as it is if its name contains any of these;
+                ``"auto_filter_small_kn"`` leaves out those that are too small to gain.
+            weights_only: products are those of decoded weights and inputs as they are.
+        """
+
+        recipe_name: str = "tensorwise"
+        enable_fsdp_float8_all_gather: bool = False
+        precompute_float8_dynamic_scale_for_fsdp: bool = False
+        filter_fqns: list[str] = field(default_factory=list)
+        weights_only: bool = False
+
+    def __init__(self, config: Config) -> None:
+        self._recipe = recipe_named(config.recipe_name)
+        self._own = {
+            "gathers_codes": config.enable_fsdp_float8_all_gather,
+            "precomputes": config.precompute_float8_dynamic_scale_for_fsdp,
+            "weights_only": config.weights_only,
+        }
+        check_combination(**self._own)
+        self.config = config
+        self.report: ConversionReport | None = None
+        self._parts_of_names, self._filters_small = read_filter(config.filter_fqns)
+
+    def convert(self, model_config: Any) -> Any:
+        """Return the tree ``model_config``, or what takes its place, with linear layers
+        converted.
+        """
+        if self.config.precompute_float8_dynamic_scale_for_fsdp:
+            _precompute_after_steps_of_all()
+        ties_head = getattr(model_config, "enable_weight_tying", False)
+        converted: list[str] = []
+        left: dict[str, str] = {}
+        for fqn, layer, parent, place in model_config.traverse(TitanLinear.Config):
+            why = self._why_not(fqn, layer)
+            if fqn == "lm_head" and ties_head:
+                why = "its weight is tied with the embedding's"
+            if why is not None:
+                left[fqn] = why
+                continue
+            converted.append(fqn)
+            names = ("in_features", "out_features", "bias", "param_init", "sharding_config")
+            titans = {name: getattr(layer, name) for name in names}
+            own = {"recipe_name": self.config.recipe_name, "name": fqn, **self._own}
+            new = QuantizedLinear.Config(**titans, **own)
+            if parent is None:
+                model_config = new
+            elif isinstance(parent, list):
+                parent[place] = new
+            else:
+                setattr(parent, place, new)
+        self.report = ConversionReport(self._recipe, tuple(converted), left)
+        logger.info("%s", self.report)
+        return model_config
+
+    def _why_not(self, fqn: str, layer: Any) -> str | None:
+        """Say why this layer stays as it is; None if it is converted."""
+        for part in self._parts_of_names:
+            if part in fqn:
+                return f"its name contains {part!r} of filter_fqns"
+        if type(layer) is not TitanLinear.Config:
+            return f"is a {type(layer).__qualname__}, which may use its weight in another way"
+        shape = (layer.out_features, layer.in_features)
+        try:
+            self._recipe.check_shape(shape)
+        except InputError as error:
+            return str(error)
+        return why_small(self._recipe, shape) if self._filters_small else None
+
+
+# --- after a step of the optimizer ---
+
+
+def precompute_after_steps(optimizer: torch.optim.Optimizer) -> Any:
+    """Make the scales of all weights that FSDP2 gathers in codes with one all-reduce, after each
+    step of ``optimizer``, torchtitan's ``OptimizersContainer``, and of no other.
+
+    Returns:
+        a handle, whose ``remove()`` ends it.
+    """
+    for layer in _layers(getattr(optimizer, "model_parts", ())):
+        layer.precomputes = False  # the hook of the option leaves them to this one
+    return optimizer.register_step_post_hook(_after_step(lambda layer: layer.low_bit_all_gather))
+
+
+@functools.cache
+def _precompute_after_steps_of_all() -> Any:
+    """Make the scales of layers whose option asks for it, after the steps of all optimizers."""
+    return register_optimizer_step_post_hook(_after_step(lambda layer: layer.precomputes))
+
+
+def _layers(model_parts: Any) -> Iterator[QuantizedLinear]:
+    for part in model_parts:
+        yield from (module for module in part.modules() if isinstance(module, QuantizedLinear))
+
+
+def _after_step(is_wanted: Any) -> Any:
+    """Return a hook that precomputes the parts of a model with layers for which ``is_wanted``."""
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for part in getattr(optimizer, "model_parts", ()):
+            if any(map(is_wanted, _layers([part]))):
+                precompute_scales_for_fsdp(part)
+
+    return hook

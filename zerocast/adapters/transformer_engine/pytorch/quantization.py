@@ -1,0 +1,38 @@
+"""Regions in which layers quantize, and which recipes run here."""
+
+from zerocast.adapters.transformer_engine.missing import raise_missing
+from zerocast.arguments import check_flag
+from zerocast.nn.autocast import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    quantized_model_init,
+)
+
+__getattr__ = raise_missing(__name__)
+
+__all__ = [
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+]
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Say whether the recipe runs here: True, for every recipe runs on every device. With
+    ``return_reason`` that, and "" for the reason why not.
+
+    Whether a GEMM of this machine multiplies the codes is what
+    :func:`zerocast.is_fp8_available` and its like say.
+    """
+    return (True, "") if check_flag("return_reason", return_reason) else True
+
+
+is_mxfp8_available = is_nvfp4_available = is_fp8_block_scaling_available = is_fp8_available

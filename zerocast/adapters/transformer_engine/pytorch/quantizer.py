@@ -1,0 +1,199 @@
+"""Quantizer: a quantizer of zerocast with TransformerEngine's methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import ClassVar, Literal
+
+import torch
+
+from zerocast.adapters.transformer_engine.pytorch.constants import DType
+from zerocast.arguments import check_device
+from zerocast.errors import InputError, MissingDataError, UnsupportedError
+from zerocast.nn.quantizer import Quantizer as OwnQuantizer
+from zerocast.nn.quantizer import StateSlot
+from zerocast.recipes import Recipe
+from zerocast.recipes.recipe import Buffers
+from zerocast.tensors import QuantizedTensor
+from zerocast.tensors.quantize import quantize_into
+
+
+def check_one_value(**given: tuple[object, object]) -> None:
+    """Raise :class:`UnsupportedError` for an argument, by name its value and the only one that is
+    served, with another value.
+    """
+    for name, (value, served) in given.items():
+        if value is not served and value != served:
+            raise UnsupportedError(
+                f"{name}={value!r} is not served; leave it {served!r}. docs/TRANSFORMER_ENGINE.md "
+                "says what takes its place."
+            )
+
+
+def _usage(name: Literal["rowwise", "columnwise"]) -> property:
+    def set_usage(quantizer: OwnQuantizer, value: bool) -> None:
+        quantizer.set_usage(**{name: value})
+
+    return property(attrgetter(name), set_usage, doc=f"Whether results hold {name} codes.")
+
+
+class Quantizer(OwnQuantizer):
+    """A quantizer with TransformerEngine's methods; its classes by scheme have the constructors.
+
+    Attributes:
+        internal, optimize_for_gemm: TransformerEngine's; what is made is the same either way.
+    """
+
+    scheme: ClassVar[str] = ""
+    internal = optimize_for_gemm = False
+    _classes: ClassVar[dict[str, type[Quantizer]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._classes[cls.scheme] = cls
+
+    def _start(
+        self, recipe: Recipe, rowwise: bool, columnwise: bool, state: Buffers | None = None
+    ) -> None:
+        """Initialize; ``state`` is the recipe state by the names of its buffers; buffers that it
+        lacks are allocated.
+        """
+        given, specs = state or {}, recipe.own_buffers()
+        device = next((each.device for each in given.values()), None)
+        device = check_device("device", device)
+        self._state = {
+            name: given[name] if name in given else specs[name].allocate(device)
+            for name in recipe.state
+        }
+        slot = StateSlot(self._tensors, self._record) if self._state else None
+        super().__init__(recipe, rowwise=rowwise, columnwise=columnwise, slot=slot)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state. The slot calls this method, so the slot of a copied quantizer has the
+        copy's state.
+        """
+        return dict(self._state)
+
+    def _record(self, amax: torch.Tensor) -> None:
+        """Raise the state's amax to that of a cast, int32 [1]."""
+        largest = self._state["amax"]
+        torch.maximum(largest, amax.view(torch.float32), out=largest)
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor) -> Quantizer:
+        """Make a quantizer that casts as ``tensor`` was, for the copies that it holds.
+
+        Raises:
+            MissingDataError: where the tensor does not hold the recipe state.
+        """
+        storage, recipe = tensor.quantized_storage, tensor.recipe
+        missing = [name for name in recipe.state if name not in storage.buffers]
+        if missing:
+            raise MissingDataError(
+                f"this tensor does not hold {', '.join(missing)}, by which {recipe} casts, because "
+                "a quantizer made it; cast into it by that quantizer's update_quantized."
+            )
+        kind = cls._classes.get(recipe.scheme, Quantizer)
+        made = kind.__new__(kind)
+        state = {name: storage.buffers[name] for name in recipe.state}
+        made._start(recipe, storage.has_rowwise, storage.has_columnwise, state)
+        return made
+
+    def copy(self) -> Quantizer:
+        """Make a copy, whose usage can be set without changing this one's."""
+        return copy.copy(self)
+
+    @property
+    def dtype(self) -> DType:  # type: ignore[override]
+        """The format of the codes."""
+        return DType.of(self.recipe.numerics.fmt)
+
+    rowwise_usage, columnwise_usage = _usage("rowwise"), _usage("columnwise")
+
+    def get_usages(self) -> dict[str, bool]:
+        """Both of these: ``{"rowwise": ..., "columnwise": ...}``."""
+        return {"rowwise": self.rowwise, "columnwise": self.columnwise}
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """Do as :meth:`zerocast.Quantizer.make_empty`; the dtype is FP32 by default."""
+        made = super().make_empty(torch.Size(shape), dtype=dtype, device=device)
+        return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """Quantize ``tensor``, as ``dtype``, by :meth:`zerocast.Quantizer.quantize`; into ``out``
+        by :meth:`update_quantized`.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        return super().quantize(tensor if dtype is None else tensor.to(dtype))
+
+    __call__ = quantize
+
+    def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
+        """Quantize each."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Say whether the recipe can hold a tensor of this shape."""
+        try:
+            self.recipe.check_shape(inp.shape)
+        except InputError:
+            return False
+        return True
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensor,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Cast ``src`` into ``dst``, every copy that it holds; returns ``dst``.
+
+        Args:
+            src: of the shape of ``dst``.
+            dst: a tensor whose codes and scales mean what this quantizer's do.
+            noop_flag: must be None.
+
+        Raises:
+            InputError: where they do not.
+            UnsupportedError: for a ``noop_flag``.
+        """
+        if noop_flag is not None:
+            raise UnsupportedError(
+                "a cast that a flag on the device turns off is not served; leave noop_flag=None "
+                "and call update_quantized where the cast is wanted."
+            )
+        given = dst.recipe if isinstance(dst, QuantizedTensor) else None
+        if given is None or _meaning(given) != _meaning(self.recipe):
+            kind = type(dst).__name__ if given is None else given
+            raise InputError(
+                f"dst must be a quantized tensor of {self.recipe}, got {kind}; use "
+                "dst._get_quantizer(), or dst.copy_(src)."
+            )
+        storage = dst.quantized_storage
+        if all(storage.buffers.get(name) is own for name, own in self._state.items()):
+            with torch.no_grad():
+                return dst.copy_(src)  # type: ignore[return-value]
+        with self.cast_into(storage) as whole:
+            self.record(quantize_into(whole, src.expand(dst.shape), advances=False))
+        return dst
+
+
+def _meaning(recipe: Recipe) -> tuple[object, ...]:
+    """Return what of a recipe gives a tensor's own codes and scales their meaning."""
+    return recipe.numerics, recipe.block, recipe.columnwise_source, recipe.round_master

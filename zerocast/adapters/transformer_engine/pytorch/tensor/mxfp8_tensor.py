@@ -1,0 +1,47 @@
+"""MXFP8: MXFP8Tensor and its quantizer."""
+
+from zerocast.adapters.transformer_engine.missing import raise_missing
+from zerocast.adapters.transformer_engine.pytorch.constants import DType
+from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import SchemeTensor
+from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer
+from zerocast.recipes import MXFP8BlockScaling
+
+__getattr__ = raise_missing(__name__)
+
+__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
+
+
+class MXFP8Tensor(SchemeTensor):
+    """The tensors of :class:`zerocast.MXFP8BlockScaling`."""
+
+    schemes = ("mxfp8",)
+
+
+MXFP8TensorStorage = MXFP8Tensor
+
+
+class MXFP8Quantizer(Quantizer):
+    """Quantizes 32 elements under one power of two.
+
+    Args:
+        fp8_dtype: a :class:`DType` of 8 bits.
+        rowwise, columnwise: which copies results hold.
+        with_2d_quantization: blocks of 32x32, whose one copy of codes serves both directions.
+
+    Raises:
+        InputError: for another dtype.
+    """
+
+    scheme = "mxfp8"
+
+    def __init__(
+        self,
+        fp8_dtype: int,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        fmt = DType.name_of(fp8_dtype, bits=8)
+        recipe = MXFP8BlockScaling(fp8_format=fmt, enable_2d_quantization=with_2d_quantization)
+        self._start(recipe, rowwise, columnwise)

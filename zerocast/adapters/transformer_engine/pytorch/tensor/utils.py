@@ -1,0 +1,41 @@
+"""The cast of sharded masters, with TransformerEngine's defaults."""
+
+from collections.abc import Sequence
+
+import torch
+
+from zerocast import cast
+from zerocast.adapters.transformer_engine.missing import raise_missing
+from zerocast.cast import post_all_gather_processing
+from zerocast.comm import Group
+from zerocast.tensors import replace_raw_data
+
+__getattr__ = raise_missing(__name__)
+
+__all__ = [
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]
+
+
+def quantize_master_weights(
+    model_weights: Sequence[torch.Tensor],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Group,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """:func:`zerocast.quantize_master_weights`, in whose place the next forward makes the
+    columnwise copies unless ``manual_post_all_gather_processing=True``.
+    """
+    cast.quantize_master_weights(
+        model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
+        manual_post_all_gather_processing,
+    )  # fmt: skip
+
+
+cast_master_weights_to_fp8 = quantize_master_weights
+"""TransformerEngine's earlier name; it takes weights of every scheme, as there."""

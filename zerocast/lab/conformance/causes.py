@@ -1,0 +1,230 @@
+"""Causes: why the bytes of a package are others, found by doing as it does.
+
+The formulas of docs/NUMERICS.md are stated once more, in plain torch, with the changes that
+implementations make to them. A difference has causes where the formula with some of the changes
+gives every byte of the package, in all cases of a pack, and does so with none of them left out.
+Otherwise it is unexplained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerocast.backends.reference.arithmetic import divide
+from zerocast.backends.reference.planes import by_elements
+from zerocast.export import DIALECTS, Dialect
+from zerocast.lab.conformance.packs import Pack, blocks_of, differing
+from zerocast.layout import BlockGrid
+from zerocast.numerics import Float8Numerics, MXNumerics, NVFP4Numerics
+from zerocast.numerics.codec import encode, encode_e8m0
+from zerocast.numerics.element import E2M1, E4M3, ELEMENT_FORMATS, FLT_MAX
+from zerocast.numerics.packing import pack_nibbles
+
+Restated = tuple[torch.Tensor, ...]
+TINY = 2.0**-126
+"""The smallest FP32 value that is not subnormal."""
+
+
+class FormulaChanges:
+    """The changes of a formula that are ``made``, in words, and all that it knows: those that it
+    has asked for, in order.
+    """
+
+    def __init__(self, *made: str) -> None:
+        self.made, self.known = made, dict.fromkeys(made)
+
+    def __call__(self, change: str) -> bool:
+        """Whether it is made."""
+        self.known[change] = None
+        return change in self.made
+
+
+def changes_of(subject: str) -> list[str]:
+    """Return the changes that are known of the formula of a format or a dialect."""
+    changes = FormulaChanges()
+    values = torch.zeros(1, 32, dtype=torch.float32, device="cpu")
+    restated(subject, values, changes)
+    return list(changes.known)
+
+
+def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int] | None:
+    """Return what explains every byte that a package gave, and of each how many bytes would be
+    others without it; None where nothing does.
+
+    Args:
+        pack: of values to encode, or of weights.
+        given: what the package made of cases, by their names: codes; or the tensors of the dialect,
+            in its order.
+    """
+    inputs = {case.name: case.input.float() for case in pack.cases}
+
+    def left(made: set[str]) -> int:
+        changes = FormulaChanges(*made)
+        pairs = (zip(given[name], restated(pack.subject, inputs[name], changes), strict=True)
+                 for name in given)  # fmt: skip
+        return sum(int(differing(*pair).sum()) for case in pairs for pair in case)
+
+    known, made = changes_of(pack.subject), set[str]()
+    while unexplained := left(made):  # add what explains most
+        rest, best = min((left(made | {each}), each) for each in known)
+        if rest >= unexplained:
+            return None
+        made.add(best)
+    for each in known:
+        if not left(made - {each}):
+            made.discard(each)
+    return {each: left(made - {each}) for each in known if each in made}
+
+
+def restated(subject: str, x: torch.Tensor, does: FormulaChanges) -> Restated:
+    """Return what ``x``, FP32, becomes by the formula of a format or a dialect with changes: codes;
+    of a weight [M, K] also scales, and of NVFP4 the tensor scale. The bytes are those that are
+    stored; shapes and dtypes may be others.
+    """
+    if subject not in DIALECTS:
+        return (_values(subject, x, does),)
+    dialect, grid = DIALECTS[subject], blocks_of(subject, x.shape)
+    formulas = {Float8Numerics: _float8, MXNumerics: _mx, NVFP4Numerics: _nvfp4}
+    return formulas[type(dialect.recipe.numerics)](x, grid, dialect, does)
+
+
+def block_amaxes(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
+    """Return those of ``x``, [M, K]: [blocks_h, blocks_w]."""
+    blocks = grid.block_h, grid.block_w
+    return torch.nn.functional.max_pool2d(x.abs()[None], blocks, ceil_mode=True)[0]
+
+
+def _values(name: str, x: torch.Tensor, does: FormulaChanges) -> torch.Tensor:
+    """The codes, uint8, of ``x``, FP32, in the format called ``name``."""
+    if (fmt := ELEMENT_FORMATS.get(name)) is None:
+        codes, bits = encode_e8m0(x).int(), x.view(torch.int32)
+        if does("its scales are rounded to the nearest power of two, ties up"):
+            nearest = (bits.long() + 2**22 >> 23).clamp(max=255)  # up from above 2^-127
+            codes = torch.where(bits < 2**23, bits > 2**22, nearest)
+        return torch.where(x == 0, 255 * does("its scale of 0 is NaN"), codes).to(torch.uint8)
+    codes, sign = encode(x, fmt).int(), x.signbit().int() << fmt.bits - 1
+    if does("beyond its range it has infinity, or NaN where the format has none"):
+        # From where the code after the largest would be nearer, or even.
+        end = fmt.max + math.ldexp(0.5, fmt.max_exponent - fmt.mantissa_bits)
+        beyond = (x.abs() > end) | ((x.abs() == end) & (fmt.max_code % 2 == 1))
+        codes = torch.where(beyond, fmt.max_code + 1 | sign, codes)
+    keeps_sign = does("its NaN keeps the sign")
+    nan = (0x7E if does("its NaN is 0x7E") else fmt.nan_code) | sign * keeps_sign
+    nan = 8 - sign if does("its NaN is the zero of the other sign") else nan
+    return torch.where(x.isnan(), _bits_of_nan(x) if does(BITS_OF_NAN) else nan, codes).to(
+        torch.uint8
+    )
+
+
+def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges) -> Restated:
+    numerics: Any = dialect.recipe.numerics
+    divides = does("it divides elements by the stored scale")
+    zero_scale = does("its scale of zeros is 0, and their codes are 0 / 0, NaN")
+    epsilon, divided = does("it stores 2^-23 for a scale of 0"), does("it stores 1 / (448 / amax)")
+    amax = block_amaxes(x, grid).clamp(min=numerics.amax_epsilon)
+    inverse, is_zero = amax / E4M3.max, amax == 0
+    scale = divide(1, inverse) if numerics.formula == "inverse first" else divide(E4M3.max, amax)
+    scale = E4M3.max * (1 / amax) if does("it computes 448 / amax as 448 * (1 / amax)") else scale
+    scale = scale if does("it lets 448 / amax become infinite") else scale.clamp(max=FLT_MAX)
+    scale = torch.where(is_zero, 1.0, scale)
+    if numerics.power_2_scale:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    inverse = 1 / scale if numerics.power_2_scale or divided else inverse
+    if does("it stores no scale below 2^-126"):
+        inverse = inverse.clamp(min=TINY)
+        scale = 1 / inverse
+    if epsilon:
+        inverse = torch.where(inverse == 0, 2.0**-23, inverse)
+    elif not zero_scale:
+        inverse = torch.where(is_zero, 1.0, inverse)
+    scaled = x / by_elements(inverse, grid) if divides else x * by_elements(scale, grid)
+    if dialect.scale_dtype == torch.float8_e8m0fnu:
+        inverse = (inverse.view(torch.int32) >> 23).to(torch.uint8)
+    return _float8_codes(scaled), inverse
+
+
+def _float8_codes(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+
+
+def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges) -> Restated:
+    numerics: Any = dialect.recipe.numerics
+    fmt, amax = numerics.fmt, block_amaxes(x, grid)
+    bits = amax.view(torch.int32)
+    even = does("it rounds a scale by adding 2^21 to the bits of the amax")
+    even = even or numerics.scale_rounding == "even"
+    stored = (bits + 2**21 * even >> 23).sub(fmt.max_exponent).clamp(min=0)
+    if numerics.scale_rounding == "up" and not even:
+        stored = encode_e8m0(amax * amax.new_tensor(1 / fmt.max)).int()
+    infinite = does("its scale of an amax that rounds up to 2^128 is infinite, and stored as 1")
+    over = (bits + 2**21 >> 23 == 255) & infinite
+    multiplier = torch.exp2(127.0 - stored.double()).float()
+    if does("it does not scale a block whose scale is stored as 0, which is 2^-127"):
+        multiplier = torch.where(stored == 0, 1.0, multiplier)
+    if does("it divides by no scale below 2^-126"):
+        multiplier = multiplier.clamp(max=1 / TINY)
+    scaled = x * by_elements(torch.where(over, 0.0, multiplier), grid)
+    down = fmt is E2M1 and does("it rounds ties towards zero")
+    codes = _float8_codes(scaled) if fmt is E4M3 else _float4_codes(scaled, does, down)
+    return codes, torch.where(over, 127, stored).to(torch.uint8)
+
+
+def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges) -> Restated:
+    divides = does("it divides elements by block scale * tensor scale")
+    inverse_of_both = does("it multiplies elements by (1 / tensor scale) / block scale")
+    six_first = does("it rounds amax / 6 on the way to a block scale")
+    by_both = does("it divides amax by the rounded 6 * tensor scale")
+    floor = 2.0**-9 * does("it stores no block scale below 2^-9")
+    floor = 2.0**-6 if does("it stores no block scale below 2^-6") else floor
+    of_0 = 0.125 * does("it stores 1/8 for block scales that round to 0")
+    of_zeros = 1.0 * does("its block scale of zeros is 1")
+    product = does("it computes 2688 / amax as 2688 * (1 / amax)")
+    by_1 = does("its tensor scale is 1 where it would be infinite")
+
+    amax, kind = block_amaxes(x, grid), dialect.tensor_scale
+    assert kind is not None
+    whole = amax.max()
+    least = whole.clamp(min=TINY) if by_1 else whole
+    by = 2688 * (1 / least) if product else divide(2688, least)
+    by = torch.where(by > FLT_MAX, 1.0 if by_1 or whole == 0 else FLT_MAX, by)
+    tensor_scale, scale = whole / 2688, amax * (by * amax.new_tensor(1 / 6))
+    if six_first:
+        scale = (amax / 6) * by if kind.inverted else (amax / 6) / tensor_scale
+    scale = amax / (6 * tensor_scale) if by_both else scale
+    scale = torch.where(scale == 0, of_zeros, scale)
+    stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
+    stored = torch.where(stored == 0, of_0, stored)
+    scaled = x * by_elements(divide(1, stored * (1 / by)).clamp(max=FLT_MAX), grid)
+    if divides:
+        scaled = x / by_elements(stored / by if kind.inverted else stored * tensor_scale, grid)
+    if inverse_of_both:
+        scaled = x * by_elements((1 / tensor_scale) / stored, grid)
+    scales = stored.to(torch.float8_e4m3fn)
+    return _float4_codes(scaled, does), scales, by if kind.inverted else tensor_scale
+
+
+def _float4_codes(
+    scaled: torch.Tensor, does: FormulaChanges, ties_down: bool = False
+) -> torch.Tensor:
+    # The float next to a tie, towards zero, has the lower of its codes.
+    below = torch.nextafter(scaled, torch.zeros_like(scaled))
+    codes = encode(below if ties_down else scaled, E2M1)
+    for change, zero in ("it writes -0 for 0", 8), ("it writes 0 for -0", 0):
+        codes = torch.where(scaled == 0, zero, codes) if does(change) else codes
+    if does(BITS_OF_NAN):
+        codes = torch.where(scaled.isnan(), _bits_of_nan(scaled), codes)
+    return pack_nibbles(codes.to(torch.uint8))
+
+
+BITS_OF_NAN = "it rounds the bits of a NaN to 4 bits as those of a number"
+
+
+def _bits_of_nan(x: torch.Tensor) -> torch.Tensor:
+    """The codes of E2M1 that the bits of a NaN become, rounded as if it were a number."""
+    bits = x.view(torch.int32) & 0x7FFFFFFF
+    rounded = bits - (126 << 23) + 0x1FFFFF + (bits >> 22 & 1)
+    return (rounded >> 22 & 7) | x.signbit().int() << 3

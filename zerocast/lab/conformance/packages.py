@@ -1,0 +1,221 @@
+"""Packages: what installed packages make of the inputs of packs, by their own functions.
+
+Each is a table of calls; nothing of a package is replaced. Where one has the formula of a dialect
+but not its names, its tensors are given the names of the dialect here.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zerocast.cast import CastPlan
+from zerocast.comm import Communicator, run_in_process
+from zerocast.errors import InputError
+from zerocast.export import DIALECTS, Dialect
+from zerocast.lab.conformance.causes import block_amaxes
+from zerocast.lab.conformance.packs import blocks_of
+from zerocast.tensors import empty, quantize
+
+Stored = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
+Calls = Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """An implementation, as packs measure it.
+
+    Attributes:
+        name: what it is called; of a distribution, whose version is reported.
+        encodes: by the name of a format: FP32 values [n] -> their codes [n], uint8.
+        decodes: by the name of a format: codes [n], uint8 -> their values [n], FP32.
+        writes: by the name of a dialect: a weight [M, K], FP32 whose values BF16 holds, -> the
+            tensors of the dialect, by name, or a tuple in its order. It raises for what the package
+            does not quantize.
+        gathers: by the name of a dialect: such a weight, and where the shards of ranks begin and
+            the last ends, as flat indices -> what each rank holds in the end.
+    """
+
+    name: str
+    encodes: Calls = field(default_factory=dict)
+    decodes: Calls = field(default_factory=dict)
+    writes: Calls = field(default_factory=dict)
+    gathers: Calls = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+        try:
+            return f"{self.name} {version(self.name)}"
+        except PackageNotFoundError:
+            return self.name
+
+
+def package_of(name: str) -> Package:
+    """Return the package called ``name``: one of :data:`PACKAGES`, or a :class:`Package` of your
+    own, ``module:attribute``.
+
+    Raises:
+        InputError: where there is none, or it is not installed.
+    """
+    if name not in PACKAGES and ":" not in name:
+        known = ", ".join(PACKAGES)
+        needed = "module:attribute that is a zerocast.lab.conformance.Package"
+        raise InputError(f"PACKAGE must be one of {known}, or {needed}, got {name!r}.")
+    try:
+        found = PACKAGES[name]() if name in PACKAGES else pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        message = f"{name} cannot be measured: {error}; install it, and try again."
+        raise InputError(message) from error
+    if not isinstance(found, Package):
+        raise InputError(f"{name} must be a zerocast.lab.conformance.Package, got {found!r}.")
+    return found
+
+
+def _each(call: Callable[..., Any], first: Mapping[str, Any]) -> Calls:
+    """``call`` by the names of what it is given first."""
+    return {name: partial(call, each) for name, each in first.items()}
+
+
+def _zerocast() -> Package:
+    def write(dialect: Dialect, x: torch.Tensor) -> Stored:
+        whole = quantize(x, dialect.recipe, dtype=torch.bfloat16, columnwise=False)
+        return dialect.encode(whole.quantized_storage)
+
+    def gather(dialect: Dialect, x: torch.Tensor, cuts: tuple[int, ...]) -> list[Stored]:
+        def on_rank(comm: Communicator) -> Stored:
+            start, end = cuts[comm.rank : comm.rank + 2]
+            weight = empty(x.shape, dialect.recipe, dtype=torch.bfloat16, columnwise=False)
+            plan = CastPlan([weight], [x.view(-1)[start:end]], [start], comm)
+            plan.cast()
+            plan.all_gather()
+            return dialect.encode(weight.quantized_storage)
+
+        return run_in_process(len(cuts) - 1, on_rank)
+
+    return Package(name="zerocast", writes=_each(write, DIALECTS), gathers=_each(gather, DIALECTS))
+
+
+def _torch() -> Package:
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e8m0": torch.float8_e8m0fnu}
+    encodes = _each(lambda dtype, x: x.to(dtype).view(torch.uint8), dtypes)
+    decodes = _each(lambda dtype, codes: codes.view(dtype).float(), dtypes)
+    return Package(name="torch", encodes=encodes, decodes=decodes)
+
+
+def _ml_dtypes() -> Package:
+    import ml_dtypes
+    import numpy as np
+
+    def encode(dtype: Any, x: torch.Tensor) -> torch.Tensor:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(x.numpy().astype(dtype).view(np.uint8))
+
+    def decode(dtype: Any, codes: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(codes.numpy().view(dtype).astype(np.float32))
+
+    dtypes = {
+        "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
+        "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
+    }  # fmt: skip
+    return Package(name="ml_dtypes", encodes=_each(encode, dtypes), decodes=_each(decode, dtypes))
+
+
+def _compressed_tensors() -> Package:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    def write(dialect: Dialect, x: torch.Tensor) -> Stored:
+        state = {"weight": x}
+        config = QuantizationConfig.model_validate(dialect.quantization_config([]))
+        scheme = config.config_groups["group_0"]
+        if dialect.tensor_scale is not None:
+            state["weight_global_scale"] = generate_gparam(x.amin(), x.amax())
+        # What its users' observers give; scales are symmetric, so the largest magnitude is enough.
+        amax = block_amaxes(x, blocks_of(dialect.name, x.shape))
+        state["weight_scale"], _ = calculate_qparams(
+            -amax, amax, scheme.weights, state.get("weight_global_scale")
+        )
+        return BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
+
+    own = {name: each for name, each in DIALECTS.items() if name.startswith("compressed-tensors/")}
+    return Package(name="compressed-tensors", writes=_each(write, own))
+
+
+def _transformers() -> Package:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    def float8(x: torch.Tensor, **options: Any) -> Stored:
+        quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(**options))
+        made = Fp8Quantize(quantizer).convert({"weight": x})
+        if len(made) == 1:
+            raise ValueError("it leaves shapes that are no multiple of the block unquantized")
+        return tuple(made.values())
+
+    calls: Calls = {"deepseek/fp8": float8, "deepseek/v4": partial(float8, scale_fmt="ue8m0")}
+    return Package(name="transformers", writes=calls)
+
+
+def _torchao() -> Package:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode as Mode
+    from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.quantization import Float8Tensor, PerBlock, PerRow, PerTensor
+
+    def float8(granularity: Any, x: torch.Tensor) -> Stored:
+        made = Float8Tensor.from_hp(x, granularity=granularity)
+        return made.qdata, made.scale
+
+    def nvfp4(x: torch.Tensor) -> Stored:
+        tensor_scale = per_tensor_amax_to_scale(x.abs().max())
+        made = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=tensor_scale)
+        return made.qdata, made.scale, tensor_scale
+
+    float4 = torch.float4_e2m1fn_x2
+    calls: Calls = {
+        "compressed-tensors/fp8-tensor": partial(float8, PerTensor()),
+        "compressed-tensors/fp8-channel": partial(float8, PerRow()),
+        "compressed-tensors/fp8-block": partial(float8, PerBlock([128, 128])),
+        "compressed-tensors/mxfp4": lambda x: to_mx(x, float4, 32, Mode.EVEN)[::-1],
+        "modelopt/nvfp4": nvfp4,
+        "sglang/mxfp8": lambda x: to_mx(x, torch.float8_e4m3fn, 32, Mode.RCEIL)[::-1],
+        "gpt-oss/mxfp4": lambda x: to_mx(x, float4, 32, Mode.RCEIL)[::-1],
+    }
+    fp4 = {"encodes": {"e2m1": f32_to_f4_unpacked}, "decodes": {"e2m1": f4_unpacked_to_f32}}
+    return Package(name="torchao", writes=calls, **fp4)
+
+
+def _modelopt() -> Package:
+    from modelopt.torch.quantization import qtensor
+
+    def write(tensor: Any, x: torch.Tensor, **options: Any) -> Stored:
+        made, *scales = tensor.quantize(x, **options)
+        return made._quantized_data, *scales
+
+    float8, blocks = qtensor.FP8QTensor, {-1: 128, -2: 128}
+    calls: Calls = {
+        "modelopt/fp8": partial(write, float8),
+        "compressed-tensors/fp8-block": partial(write, float8, block_sizes=blocks),
+        "modelopt/nvfp4": partial(write, qtensor.NVFP4QTensor, block_size=16),
+        "modelopt/mxfp8": partial(write, qtensor.MXFP8QTensor),
+        "gpt-oss/mxfp4": partial(write, qtensor.MXFP4QTensor, block_size=32),
+    }
+    return Package(name="nvidia-modelopt", writes=calls)
+
+
+PACKAGES: Mapping[str, Callable[[], Package]] = {
+    "zerocast": _zerocast, "torch": _torch, "ml_dtypes": _ml_dtypes,
+    "compressed-tensors": _compressed_tensors, "transformers": _transformers,
+    "torchao": _torchao, "nvidia-modelopt": _modelopt,
+}  # fmt: skip
+"""What makes each package that is known, where it is installed."""

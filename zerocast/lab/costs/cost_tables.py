@@ -1,0 +1,111 @@
+"""Estimates as tables, in Markdown, which terminals show as well; and as what JSON can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from zerocast.lab.costs.estimation import Estimate
+from zerocast.lab.costs.machine import Machine
+
+Estimates = Mapping[str, Estimate]
+"""Results by the name of what is compared."""
+
+
+def tables(estimates: Estimates, machine: Machine) -> str:
+    """Return the tables of some estimates of one model on as many ranks.
+
+    Bytes are exact; seconds are those of ``machine``.
+    """
+    seconds = {name: each.seconds(machine) for name, each in estimates.items()}
+    sent = {name: each.sent_bytes for name, each in estimates.items()}
+    memory = {name: each.memory for name, each in estimates.items()}
+    counts = {
+        name: {"collectives": each.collectives, "launches of the cast": each.launches}
+        for name, each in estimates.items()
+    }
+    parts = [
+        _table("bytes that a rank sends", sent, lambda number: f"{number:,}"),
+        _table("", counts, lambda number: f"{number:,}", total=False),
+        _table("bytes that a rank holds", memory, lambda number: f"{number:,}"),
+        _table("seconds", seconds, lambda number: f"{number:.4f}"),
+        f"Seconds: {machine.name}.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _table(
+    title: str,
+    columns: Mapping[str, Mapping[str, Any]],
+    show: Callable[[Any], str],
+    *,
+    total: bool = True,
+) -> str:
+    """Return a column each, in rows by what any of them names and is not 0."""
+    names = _in_order(columns.values())
+    rows = [[name, *(show(each.get(name, 0)) for each in columns.values())] for name in names]
+    if total:
+        rows.append(["**together**", *(show(sum(each.values())) for each in columns.values())])
+    return markdown([title, *columns], rows)
+
+
+def _in_order(columns: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all columns, each before those that any column has after it as far as
+    that can be.
+    """
+    names: list[str] = []
+    for column in columns:
+        place = 0
+        for name in (name for name, value in column.items() if value):
+            if name in names:
+                place = names.index(name) + 1
+            else:
+                names.insert(place, name)
+                place += 1
+    return names
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose columns but the first are aligned to the right."""
+    widths = [max(3, *(len(row[i]) for row in (head, *rows))) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        return " | ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)])
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(f"| {line(row)} |" for row in (head, rule, *rows))
+
+
+def as_json(estimates: Estimates, machine: Machine) -> dict[str, Any]:
+    """Return everything that estimates hold as numbers, texts, lists and dicts."""
+    return {
+        name: {
+            "dp": each.dp,
+            "tp": each.tp,
+            "elements": each.elements,
+            "traffic": _traffic(each.traffic),
+            "tp_traffic": _traffic(each.tp_traffic),
+            "work": {
+                work: {"launches": done.launches, "bytes": done.nbytes}
+                for work, done in each.work.items()
+            },
+            "memory": dict(each.memory),
+            "seconds": each.seconds(machine),
+            "machine": machine.name,
+        }
+        for name, each in estimates.items()
+    }
+
+
+def _traffic(traffic: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": what,
+            "kind": kind,
+            "calls": counted.calls,
+            "payload_bytes": counted.payload_bytes,
+            "sent_bytes": counted.sent_bytes,
+        }
+        for (what, kind), counted in traffic.items()
+    ]

@@ -1,0 +1,175 @@
+"""Estimate: the bytes, launches, memory and seconds of a step of ZeroOptimizer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerocast.arguments import check_choice, check_integer
+from zerocast.comm import RecordingCommunicator, Traffic
+from zerocast.errors import InputError
+from zerocast.lab.costs.counted_launches import BACKENDS, Work
+from zerocast.lab.costs.dry_run import DryRun, StepOptions
+from zerocast.lab.costs.machine import Machine
+from zerocast.lab.costs.models import Params, model_of, params_of, quantize_model
+from zerocast.lab.costs.one_of_many import OneOfMany
+from zerocast.recipes import Recipe, describe_recipe
+
+PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "reduce_scatter": (("gradients",), ("gradients",)),
+    "optimizer": (("whole gradients and masters", "votes"), ("optimizer",)),
+    "partial_amax": ((), ("partial_amax", "partial_amax_cast")),
+    "reduce_amax": (("amaxes",), ()),
+    "partial_select": ((), ("partial_select",)),
+    "reduce_candidates": (("choices",), ("select",)),
+    "compute_scale": ((), ("compute_scale",)),
+    "partial_cast": ((), ("partial_cast",)),
+    "store_plain": ((), ("store_plain",)),
+    "all_gather_scales": (("scales",), ("expand_scales",)),
+    "all_gather": (("codes", "plain weights"), ()),
+    "post_all_gather_processing": ((), ("transpose",)),
+}
+"""The phases of a step in order, what each sends, and which work it does."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One step on one rank.
+
+    Attributes:
+        dp, tp: data-parallel and tensor-parallel ranks.
+        elements: the number of elements of the weights that a data-parallel rank has.
+        traffic: the bytes that the rank sends to data-parallel ranks, by what they are and the kind
+            of collective.
+        tp_traffic: the same to ranks of tensor parallelism.
+        work: the launches, and the bytes that they read and write, by operation.
+        memory: bytes that the rank holds, by what they are.
+    """
+
+    dp: int
+    tp: int
+    elements: int
+    traffic: Mapping[tuple[str, str], Traffic]
+    tp_traffic: Mapping[tuple[str, str], Traffic]
+    work: Mapping[str, Work]
+    memory: Mapping[str, int]
+
+    @property
+    def launches(self) -> int:
+        """Launches of zerocast's kernels, one of each operation and recipe; not those of torch."""
+        return sum(work.launches for work in self.work.values())
+
+    @property
+    def collectives(self) -> int:
+        """Collectives, those of tensor parallelism included."""
+        return sum(t.calls for of in (self.traffic, self.tp_traffic) for t in of.values())
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes sent, by what they are; to both kinds of ranks."""
+        found: dict[str, int] = {}
+        for of in (self.traffic, self.tp_traffic):
+            for (label, _), traffic in of.items():
+                found[label] = found.get(label, 0) + traffic.sent_bytes
+        return found
+
+    def phase_bytes(self, phase: str) -> int:
+        """Return what the work of a phase reads and writes; of a phase that does none 0."""
+        return sum(self.work[name].nbytes for name in PHASES[phase][1] if name in self.work)
+
+    def seconds(self, machine: Machine) -> dict[str, float]:
+        """Return the seconds of every phase on ``machine``; see "Note: the model of time" in
+        :mod:`zerocast.lab.costs.machine`.
+        """
+        return {
+            phase: sum(
+                machine.collective(kind, size, traffic)
+                for size, of in ((self.dp, self.traffic), (self.tp, self.tp_traffic))
+                for (label, kind), traffic in of.items()
+                if label in labels
+            )
+            + (machine.phase(phase, nbytes) if (nbytes := self.phase_bytes(phase)) else 0.0)
+            for phase, (labels, _) in PHASES.items()
+        }
+
+
+def estimate(
+    params: Params, dp: int, *, rank: int = 0, tp: int = 1, options: StepOptions | None = None
+) -> Estimate:
+    """Estimate a step without memory and without other ranks.
+
+    Args:
+        params: names and weights on the meta device, such as ``model.named_parameters()`` after
+            :func:`zerocast.nn.convert`.
+        dp: the data-parallel ranks, 1 to 2^20.
+        rank: which of them.
+        tp: the number of ranks of tensor parallelism; the weights are the part that one of them
+            has.
+        options: the options of the optimizer and its step.
+
+    Raises:
+        InputError: for a wrong argument, or a weight that ZeroOptimizer would refuse.
+    """
+    options = options or StepOptions()
+    check_integer("dp", dp, 1, 1 << 20)
+    check_integer("rank", rank, 0, dp - 1)
+    check_integer("backward_passes", options.backward_passes, 1, 1 << 20)
+    check_choice("device", options.device, list(BACKENDS))
+    if not params:
+        raise InputError("a step needs at least one weight that requires a gradient, got none.")
+    for name, param in params:
+        if not param.is_meta:
+            raise InputError(
+                f"an estimate needs weights on the meta device, which takes no memory, got {name} "
+                f'on {param.device}; make the model under torch.device("meta").'
+            )
+    run = DryRun(params, rank, dp, options)
+    tp_traffic: dict[tuple[str, str], Traffic] = {}
+    for comm in run.tp_comms:
+        for key, traffic in comm.traffic.items():
+            tp_traffic.setdefault(key, Traffic()).add(traffic)
+    elements = sum(param.numel() for _, param in params)
+    return Estimate(dp, tp, elements, run.comm.traffic, tp_traffic, run.work, run.memory)
+
+
+def estimate_model(
+    model: str | Path,
+    recipe: Recipe | str | None,
+    dp: int,
+    *,
+    rank: int = 0,
+    tp: int = 1,
+    filter_fqns: Sequence[str] = (),
+    options: StepOptions | None = None,
+) -> Estimate:
+    """Estimate a step of a model by its name.
+
+    Args:
+        model: one of :data:`zerocast.lab.costs.MODELS`, or a ``config.json`` of transformers.
+        recipe: the recipe of its linear layers and experts; None leaves all weights BF16.
+        dp, rank, options: as for :func:`estimate`.
+        tp: the ranks of tensor parallelism, of which the first one is estimated.
+        filter_fqns: the layers that stay BF16, as for :func:`zerocast.nn.convert`.
+
+    Raises:
+        InputError: for a wrong argument, or a model or shard that the recipe cannot hold.
+        BackendError: where a ``config.json`` is given and transformers is not installed.
+    """
+    check_integer("tp", tp, 1, 1 << 20)
+    made = model_of(model)
+    if recipe is not None:
+        quantize_model(made, recipe, filter_fqns)
+    device = (options or StepOptions()).device
+    params = params_of(made, RecordingCommunicator(OneOfMany(0, tp, device)))
+    return estimate(params, dp, rank=rank, tp=tp, options=options)
+
+
+def compare_gathers(
+    model: str | Path, recipe: Recipe | str, dp: int, **options: Any
+) -> dict[str, Estimate]:
+    """Estimate a step with ``recipe``, and beside it with BF16 weights and with FP8 weights under
+    one scale each; by name. The arguments are those of :func:`estimate_model`.
+    """
+    name = recipe if isinstance(recipe, str) else describe_recipe(recipe)
+    recipes: dict[str, Recipe | str | None] = {name: recipe, "BF16": None, "FP8": "current"}
+    return {name: estimate_model(model, each, dp, **options) for name, each in recipes.items()}

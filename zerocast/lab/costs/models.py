@@ -1,0 +1,271 @@
+"""Makes the models whose steps are estimated, as modules on the meta device, which has no memory.
+
+Named ones are made here, of torch's own layers and without transformers, with the names and shapes
+that transformers gives them; everything else is a ``config.json`` of transformers.
+"""
+
+import fnmatch
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.comm import Communicator
+from zerocast.errors import BackendError, InputError
+from zerocast.nn import convert
+from zerocast.recipes import Recipe
+from zerocast.safe_files import read_text
+from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty
+
+Params = list[tuple[str, torch.Tensor]]
+"""Names and weights, as ``model.named_parameters()`` gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """The sizes of a dense decoder with grouped heads of 128 and a gated MLP."""
+
+    hidden: int
+    layers: int
+    mlp: int
+    kv_heads: int = 8
+    vocabulary: int = 128256
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeek:
+    """The sizes of a decoder with latent attention, whose layers from :attr:`dense` on have experts
+    in place of an MLP.
+    """
+
+    hidden: int = 7168
+    layers: int = 61
+    mlp: int = 18432
+    dense: int = 3
+    experts: int = 256
+    expert_mlp: int = 2048
+    q_rank: int = 1536
+    kv_rank: int = 512
+    heads: int = 128
+    rope: int = 64
+    vocabulary: int = 129280
+
+
+MODELS: dict[str, Llama | DeepSeek] = {
+    "llama-8b": Llama(4096, 32, 14336),
+    "llama-70b": Llama(8192, 80, 28672),
+    "llama-405b": Llama(16384, 126, 53248),
+    "deepseek-671b": DeepSeek(),
+}
+"""The sizes that Meta published of Llama 3.1, and DeepSeek of DeepSeek-V3."""
+
+TP_PLAN = {
+    "lm_head": "colwise",
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.*_b_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.gate_proj": "colwise",
+    "model.layers.*.up_proj": "colwise",
+    "model.layers.*.down_proj": "rowwise",
+    "model.layers.*.experts.*": "experts",
+}
+"""What tensor parallelism shards of the named models, by patterns of names: what transformers does,
+and the heads of latent attention, which it leaves whole."""
+
+
+def model_of(name: str | Path) -> torch.nn.Module:
+    """Make a causal language model of BF16 weights on the meta device.
+
+    Args:
+        name: one of :data:`MODELS`, or the path of a ``config.json`` of transformers, or of the
+            directory that holds one.
+
+    Raises:
+        BackendError: for a configuration, where transformers is not installed.
+        InputError: for anything else, or a configuration that transformers does not know.
+    """
+    if str(name) not in MODELS:
+        return _of_transformers(Path(name))
+    sizes = MODELS[str(name)]
+    model = _module(
+        model=_module(
+            embed_tokens=torch.nn.Embedding(
+                sizes.vocabulary, sizes.hidden, dtype=torch.bfloat16, device="meta"
+            ),
+            layers=torch.nn.ModuleList(_layer(sizes, i) for i in range(sizes.layers)),
+            norm=_norm(sizes.hidden),
+        ),
+        lm_head=_linear(sizes.vocabulary, sizes.hidden),
+    )
+    model._tp_plan = TP_PLAN  # type: ignore[assignment]  # where transformers has it
+    return model
+
+
+def _layer(sizes: Llama | DeepSeek, index: int) -> torch.nn.Module:
+    hidden = sizes.hidden
+    mlp = _mlp(hidden, sizes.mlp)
+    if isinstance(sizes, DeepSeek):
+        head, rank = 128, sizes.kv_rank
+        attention = _module(
+            q_a_proj=_linear(sizes.q_rank, hidden),
+            q_a_layernorm=_norm(sizes.q_rank),
+            q_b_proj=_linear(sizes.heads * (head + sizes.rope), sizes.q_rank),
+            kv_a_proj_with_mqa=_linear(rank + sizes.rope, hidden),
+            kv_a_layernorm=_norm(rank),
+            kv_b_proj=_linear(sizes.heads * 2 * head, rank),
+            o_proj=_linear(hidden, sizes.heads * head),
+        )
+        if index >= sizes.dense:
+            mlp = _module(
+                gate=_module(weight=_parameter(sizes.experts, hidden)),
+                experts=_module(
+                    gate_up_proj=_parameter(sizes.experts, 2 * sizes.expert_mlp, hidden),
+                    down_proj=_parameter(sizes.experts, hidden, sizes.expert_mlp),
+                ),
+                shared_experts=_mlp(hidden, sizes.expert_mlp),
+            )
+    else:
+        keys = 128 * sizes.kv_heads
+        attention = _module(
+            q_proj=_linear(hidden, hidden),
+            k_proj=_linear(keys, hidden),
+            v_proj=_linear(keys, hidden),
+            o_proj=_linear(hidden, hidden),
+        )
+    return _module(
+        self_attn=attention,
+        mlp=mlp,
+        input_layernorm=_norm(hidden),
+        post_attention_layernorm=_norm(hidden),
+    )
+
+
+def _module(**parts: torch.nn.Module | torch.nn.Parameter) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def _parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+
+
+def _linear(rows: int, cols: int) -> torch.nn.Module:
+    return torch.nn.Linear(cols, rows, bias=False, dtype=torch.bfloat16, device="meta")
+
+
+def _norm(size: int) -> torch.nn.Module:
+    return torch.nn.RMSNorm(size, dtype=torch.bfloat16, device="meta")
+
+
+def _mlp(hidden: int, inner: int) -> torch.nn.Module:
+    return _module(
+        gate_proj=_linear(inner, hidden),
+        up_proj=_linear(inner, hidden),
+        down_proj=_linear(hidden, inner),
+    )
+
+
+def _of_transformers(path: Path) -> torch.nn.Module:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"a model must be one of {', '.join(MODELS)} or a config.json of transformers, got "
+            f"{path}: {error}"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InputError(
+            f"{path} must be a JSON object with a model_type, as transformers writes it."
+        )
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise BackendError(
+            f"the shapes of {path} are those that transformers gives the model; pip install "
+            "transformers, or estimate one of " + ", ".join(MODELS)
+        ) from error
+    try:
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), dtype=torch.bfloat16
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} must be the configuration of a causal language model that transformers has; "
+            f"it says: {error}"
+        ) from error
+    assert isinstance(made, torch.nn.Module)
+    return made
+
+
+def quantize_model(
+    model: torch.nn.Module, recipe: Recipe | str, filter_fqns: Sequence[str] = ()
+) -> None:
+    """Let ``model`` hold codes, in place: of its linear layers but those that ``filter_fqns``
+    leaves out (:func:`zerocast.nn.convert`), and of its experts.
+    """
+    experts = {
+        name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.dim() > 2
+    }
+    convert(model, recipe, filter_fqns=filter_fqns, include=sorted(experts))
+
+
+def params_of(model: torch.nn.Module, comm: Communicator | None = None) -> Params:
+    """Return the weights of ``model`` that need a gradient, each once; with ``comm`` what this rank
+    of tensor parallelism has of them: rows or columns, and of a stack of experts some.
+
+    Raises:
+        InputError: where the model has no plan of tensor parallelism, a stack cannot be divided, or
+            a shard would end inside a block.
+    """
+    params: Params = [(n, weight) for n, weight in model.named_parameters() if weight.requires_grad]
+    if comm is None or comm.size == 1:
+        return params
+    plan = getattr(model, "_tp_plan", None)
+    if not plan:
+        raise InputError(
+            f"{type(model).__name__} names no weights that tensor parallelism shards (_tp_plan of "
+            "transformers); estimate it with tp=1."
+        )
+    return [(name, _tp_part(name, weight, plan, comm)) for name, weight in params]
+
+
+def _tp_part(
+    name: str, weight: torch.Tensor, plan: dict[str, str], comm: Communicator
+) -> torch.Tensor:
+    """Return what this rank of ``comm`` has of a weight, whole where ``plan`` does not name it."""
+    names = name, name.removesuffix(".weight")
+    styles = [s for pattern, s in plan.items() for n in names if fnmatch.fnmatchcase(n, pattern)]
+    if not styles:
+        return weight
+    if weight.dim() > 2:
+        if weight.shape[0] % comm.size:
+            raise InputError(
+                f"the {weight.shape[0]} matrices of {name} must be divided evenly over the "
+                f"{comm.size} ranks of tensor parallelism; choose another tp."
+            )
+        part = torch.Size((weight.shape[0] // comm.size, *weight.shape[1:]))
+        tp_shard = None
+    else:
+        tp_shard = TensorParallelShard.chunk(weight.shape, int(styles[0] == "rowwise"), comm)
+        part = tp_shard.shape
+    if not isinstance(weight, QuantizedTensor):
+        return weight.new_empty(part)
+    storage = weight.quantized_storage
+    made = empty(
+        part,
+        weight.recipe,
+        dtype=weight.dtype,
+        device="meta",
+        columnwise=storage.has_columnwise,
+        tp_shard=tp_shard,
+    )
+    made.quantized_storage.amax_group = storage.amax_group
+    return made
