@@ -30,7 +30,8 @@ def on_post_build(config: Any, **_: Any) -> None:
     """Compare the pages under ``api/`` with ``__all__`` of the modules that they are about."""
     for page in sorted(Path(config.site_dir, "api").glob("*/index.html")):
         text, name = page.read_text(), page.parent.name
-        module = importlib.import_module("zerocast" if name == "zerocast" else f"zerocast.{name}")
+        source = Path(config.docs_dir, "api", f"{name}.md").read_text()
+        module = importlib.import_module(re.findall(r"^::: (\S+)", source, re.MULTILINE)[0])
         missing = [
             public
             for public in module.__all__
