@@ -132,7 +132,7 @@ def prepare(
     if "select and cast" not in makers:
         makers["cast"] = lambda: backend.partial_cast(numerics, shards, masters)
     if all_whole and not recipe.chooses_scales:
-        makers["one pass"] = lambda: backend.partial_amax_cast(numerics, whole, masters)
+        makers["one pass"] = lambda: backend.partial_amax(whole, masters, numerics)
     if first.derived_names:
         makers["transpose"] = lambda: backend.transpose(numerics, shards)
     steps: dict[str, Work] = {"memset": lambda: amax.zero_()}

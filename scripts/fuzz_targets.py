@@ -40,7 +40,7 @@ from zerocast.export.dialects import LINEAR
 from zerocast.lab.costs.machine import MACHINES, Machine
 from zerocast.layout import Source
 from zerocast.nn.saved_state import pack, unpack
-from zerocast.numerics import Changes, Comparison
+from zerocast.numerics import Comparison
 from zerocast.recipes import NOMINAL_DTYPES, QParams, Recipe, as_recipe, recipe_from_text
 from zerocast.recipes import RECIPES as SCHEMES
 from zerocast.refit import Receiver
@@ -252,10 +252,9 @@ class Deltas:
                            **size)  # fmt: skip
             half = count // 2
             parts = changed_segments([
-                Comparison(as_integers(old[a:b].clone()), as_integers(new[a:b]), a,
-                           Changes.none(b - a, new.device))
+                Comparison(as_integers(old[a:b].clone()), as_integers(new[a:b]), a)
                 for a, b in ((0, half), (half, count))
-            ])  # fmt: skip
+            ])[0]  # fmt: skip
             delta = packed(parts, since=5, version=6, total=int(digest(new)), **size)
             self._pairs.append((whole, delta))
 

@@ -30,7 +30,7 @@ import zerocast
 from zerocast.backends.reference.digest_formula import as_integers
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.layout import chunk
-from zerocast.numerics import Changes, Comparison
+from zerocast.numerics import Comparison
 from zerocast.refit import Receiver, Refit
 from zerocast.refit.delta import changed_segments
 
@@ -236,8 +236,8 @@ def deltas(steps: int, pretraining: int, rates: list[float]) -> None:
                 check_equal(receivers[name], refit)
             for name, p in linear.items() if step else ():
                 old, new = (as_integers(each) for each in (snapshot[name], p.detach().bfloat16()))
-                compared = Comparison(old, new, 0, Changes.none(len(new), new.device))
-                sent["BF16"] += changed_segments([compared])[0].data.nbytes
+                (segment,), _ = changed_segments([Comparison(old, new, 0)])
+                sent["BF16"] += segment.data.nbytes
             train(optimizer)
         elements = sum(p.numel() for p in linear.values())
         print(f"  {rate:g}: " + ", ".join(

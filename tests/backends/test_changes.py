@@ -1,4 +1,4 @@
-"""What changed of a tensor: flags, their digest and the runs that travel, on every backend."""
+"""What changed of a tensor: its digest and the runs that travel, on every backend."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tests.support.compiled import COMPILED, on_every_backend
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.numerics import Changes, Comparison
+from zerocast.numerics import Comparison
 from zerocast.tensors.digest import digest
 
 COUNTS = (0, 1, 63, 64, 65, 1000, 70_000)
@@ -58,21 +58,15 @@ def check(backend) -> None:
     """All cases in one launch, their first elements anywhere in the whole tensor."""
     cases = [drawn(dtype, n, share) for dtype in INTEGERS for n in COUNTS for share in SHARES]
     cases += [sparse(dtype, n, step) for dtype in INTEGERS for n in COUNTS for step in range(2, 7)]
-    device = torch.device("cpu")
-    comparisons = [
-        Comparison(old.clone(), new, 7 * i + 5, Changes.none(len(new), device))
-        for i, (old, new) in enumerate(cases)
-    ]
-    backend.compare(comparisons)()
-    found = backend.runs(comparisons)
-    for (old, new), target, (entries, count, data) in zip(cases, comparisons, found, strict=True):
+    comparisons = [Comparison(old.clone(), new, 7 * i + 5) for i, (old, new) in enumerate(cases)]
+    found = backend.changed_runs(comparisons)
+    for (old, new), target, runs in zip(cases, comparisons, found, strict=True):
+        *sizes, data, digest_change = runs
         where, places = f"{new.dtype}, {len(new)}", (old != new).nonzero().view(-1).tolist()
         assert torch.equal(target.held, new), where
-        bits = target.changes.flags.unsqueeze(1) >> torch.arange(64) & 1
-        assert bits.view(-1).nonzero().view(-1).tolist() == places, where
         change = digest(new, target.first) - digest(old, target.first)
-        assert torch.equal(target.changes.digest, change), where
-        assert (entries, count, bytes(data.tolist())) == defined(new, places), where
+        assert torch.equal(digest_change, change), where
+        assert (*sizes, bytes(data.tolist())) == defined(new, places), where
 
 
 @on_every_backend
@@ -92,11 +86,9 @@ def test_many_threads(share: float) -> None:
     old, new = drawn(torch.uint8, 1_000_003, share)
     found = []
     for threads in (1, 3):
-        target = Comparison(old.clone(), new, 3, Changes.none(len(new), old.device))
-        CpuBackend(threads=threads).compare([target])()
-        found.append((target, *CpuBackend(threads=threads).runs([target])[0]))
-    (one, *runs, data), (other, *other_runs, other_data) = found
-    assert torch.equal(one.changes.flags, other.changes.flags)
-    assert torch.equal(one.changes.digest, other.changes.digest)
+        target = Comparison(old.clone(), new, 3)
+        found += CpuBackend(threads=threads).changed_runs([target])
+    (*runs, data, change), (*other_runs, other_data, other_change) = found
+    assert torch.equal(change, other_change)
     assert runs == other_runs
     assert torch.equal(data, other_data)

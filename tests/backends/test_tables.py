@@ -26,7 +26,6 @@ from zerocast.numerics import (
     E4M3,
     AdamWNumbers,
     AdamWUpdate,
-    Changes,
     CodeCopy,
     Comparison,
     DelayedState,
@@ -46,8 +45,7 @@ from zerocast.numerics import (
 SOURCES = Path(__file__).parents[2] / "cuda_src"
 GRID = BlockGrid(16, 16, 16, 16)
 ONE = torch.zeros(1)
-CHANGES = Changes(ONE, ONE, ONE)
-COMPARISON = Comparison(ONE, ONE, 0, CHANGES)
+COMPARISON = Comparison(ONE, ONE, 0)
 FULL = plane(GRID, ONE, ONE, ONE)
 COPY = plane(GRID, None, ONE, ONE, Source.ROWWISE)
 BARE = operand(GRID, scale_inv=ONE)
@@ -87,8 +85,8 @@ WRITERS = {
     "DequantizeTarget": lambda o: dequantize_row(o, GRID, address),
     "DigestTarget": lambda o: digest_rows([DigestedBytes(ONE)], ONE, address)[0],
     "CopyTarget": lambda o: copy_row(CodeCopy(ONE, 0), address),
-    "Comparison": lambda o: comparison_row(COMPARISON, address),
-    "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, address),
+    "Comparison": lambda o: comparison_row(COMPARISON, ONE, ONE, address),
+    "RunsTarget": lambda o: runs_row(COMPARISON, ONE, ONE, ONE, address),
     "AdamWUpdate": lambda o: adamw_row(None if o is BARE else UPDATE, address),
     "FusedTable": lambda o: fused_row(TARGET, address),
 }

@@ -370,9 +370,8 @@ def _cast(
         ]
     cast = backend.partial_cast(numerics, shards, masters)
     casts_first = isinstance(numerics, Float8DelayedNumerics)
-    amax = cast if casts_first else backend.partial_amax(shards, masters)
-    if reads_once and not weights[0].chooses:
-        amax = backend.partial_amax_cast(numerics, shards, masters)
+    one_pass = numerics if reads_once and not weights[0].chooses else None
+    amax = cast if casts_first else backend.partial_amax(shards, masters, one_pass)
     amax()
     for weight in weights:
         weight.reduce_amaxes()

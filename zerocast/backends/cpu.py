@@ -21,10 +21,11 @@ from zerocast.backends import native_library, tables
 from zerocast.backends.fused_op_rows import fused_row
 from zerocast.backends.launches import nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.backends.reference.changes import most_runs
+from zerocast.backends.reference.changes import Changes, most_runs
 from zerocast.errors import BackendError
 from zerocast.numerics import (
     AdamWUpdate,
+    ChangedRuns,
     CodeCopy,
     Comparison,
     DigestedBytes,
@@ -71,12 +72,12 @@ class CpuBackend(ReferenceBackend):
         self.isa = isa or available[0]
         self.threads = threads
 
-    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
+    def partial_amax(
+        self, operands: Operands, masters: Masters, numerics: Numerics | None = None
+    ) -> Launch:
         rows = _cast_rows(operands, masters)
-        return self._launch("partial_amax", None, rows, (operands, masters))
-
-    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        rows = _cast_rows(operands, masters)
+        if numerics is None or not any(operand.whole for operand in operands):
+            return self._launch("partial_amax", None, rows, (operands, masters))
         return self._launch("partial_amax_cast", numerics, rows, (operands, masters))
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
@@ -156,23 +157,25 @@ class CpuBackend(ReferenceBackend):
         rows = tables.digest_rows(ranges, sums, _address)
         return self._launch("digest", None, rows, (ranges, sums))
 
-    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
-        rows = [tables.comparison_row(each, _address) for each in comparisons]
-        return self._launch("compare", None, rows, comparisons)
-
-    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
-        most = [most_runs(each) for each in comparisons]
+    def changed_runs(self, comparisons: Sequence[Comparison]) -> list[ChangedRuns]:
+        changes = [Changes(each) for each in comparisons]
+        pairs = list(zip(comparisons, changes, strict=True))
+        rows = [tables.comparison_row(one, c.flags, c.digest, _address) for one, c in pairs]
+        self._launch("compare", None, rows, pairs)()
+        most = [most_runs(*pair) for pair in pairs]
         sizes = torch.tensor(most, dtype=torch.int64, device="cpu")
         itemsizes = [each.values.itemsize for each in comparisons]
         room = [3 * runs + size * n for (runs, n), size in zip(most, itemsizes, strict=True)]
         data = torch.empty(sum(room), dtype=torch.uint8, device="cpu").split(room)
-        targets = zip(comparisons, sizes, data, strict=True)
-        rows = [tables.runs_row(*target, _address) for target in targets]
-        self._launch("runs", None, rows, (comparisons, sizes, data))()
+        rows = [
+            tables.runs_row(one, found.flags, size, room_of, _address)
+            for (one, found), size, room_of in zip(pairs, sizes, data, strict=True)
+        ]
+        self._launch("runs", None, rows, (comparisons, changes, sizes, data))()
         return [
-            (runs, elements, its_data[: 3 * runs + elements * size])
-            for (runs, elements), size, its_data in zip(
-                sizes.tolist(), itemsizes, data, strict=True
+            (runs, elements, its_data[: 3 * runs + elements * size], of.digest)
+            for (runs, elements), size, its_data, of in zip(
+                sizes.tolist(), itemsizes, data, changes, strict=True
             )
         ]
 

@@ -288,33 +288,26 @@ def copy_row(copy: CodeCopy, address: Address) -> list[int]:
     return [address(copy.codes), copy.staged, len(copy.codes)]
 
 
-def comparison_row(target: Comparison, address: Address) -> list[int]:
+def comparison_row(
+    target: Comparison, flags: torch.Tensor, digest: torch.Tensor, address: Address
+) -> list[int]:
     """Comparison."""
-    values = target.values
-    return [
-        address(target.held),
-        address(values),
-        values.numel(),
-        values.itemsize,
-        target.first,
-        address(target.changes.flags),
-        address(target.changes.digest),
-    ]
+    held, values = target.held, target.values
+    sizes = values.numel(), values.itemsize, target.first
+    return [address(held), address(values), *sizes, address(flags), address(digest)]
 
 
 def runs_row(
-    target: Comparison, sizes: torch.Tensor, data: torch.Tensor, address: Address
+    target: Comparison,
+    flags: torch.Tensor,
+    sizes: torch.Tensor,
+    data: torch.Tensor,
+    address: Address,
 ) -> list[int]:
     """RunsTarget."""
     values = target.values
-    return [
-        address(target.changes.flags),
-        address(values),
-        values.numel(),
-        values.itemsize,
-        address(sizes),
-        address(data),
-    ]
+    shape = values.numel(), values.itemsize
+    return [address(flags), address(values), *shape, address(sizes), address(data)]
 
 
 def padding_bits(layout: ScaleLayout, plane: torch.Tensor) -> int:

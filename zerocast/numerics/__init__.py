@@ -7,8 +7,8 @@ An operation serves *many weights at once*. It is given everything that stays th
 arguments that a step calls. So a step is a constant number of launches, whatever the number of
 weights, and allocates nothing.
 
-    partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX)
-    partial_amax_cast  the same, and the codes of blocks that a shard holds whole
+    partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX),
+                                               and the codes of blocks that a shard holds whole
     partial_select  master shards, amaxes   -> 4-over-6: errors of both candidates (then one SUM),
                                                and the codes of blocks that a shard holds whole
     select          reduced errors          -> 4-over-6: the choice of every block
@@ -19,10 +19,10 @@ weights, and allocates nothing.
     transpose       gathered codes, scales  -> columnwise codes and scales
     dequantize      codes, scales           -> values
     digest          bytes                   -> a number that changes with them
-    compare         elements, held ones     -> flags of what changed, its digest; held ones, stored
-    runs            flags, elements         -> the elements that changed, as they travel
+    changed_runs    elements, held ones     -> the elements that changed, as they travel, and their
+                                               digest; the elements are held from then on
     adamw           masters, gradients      -> masters, updated, and the optimizer's state
-    adamw_cast      the same, and what partial_amax_cast does of the updated masters
+    adamw_cast      the same, and what partial_amax does of the updated masters
     fused_op        a layer's tensor        -> its function or norm, rounded
 
 A weight is one operand with its planes. It has a rowwise plane of codes, and where a scheme
@@ -37,7 +37,7 @@ NOT here: which operations a recipe needs (:mod:`zerocast.recipes`) and when the
 """
 
 from zerocast.numerics.adamw_numbers import AdamWNumbers, AdamWUpdate
-from zerocast.numerics.backend import Backend, Launch, LaunchOn, LaunchUpdates
+from zerocast.numerics.backend import Backend, ChangedRuns, Launch, LaunchOn, LaunchUpdates
 from zerocast.numerics.codec import decode, decode_e8m0, encode, encode_e8m0, reciprocal_e8m0
 from zerocast.numerics.element import E2M1, E4M3, E5M2, ELEMENT_FORMATS, FLT_MAX, ElementFormat
 from zerocast.numerics.fused_ops import Function, FusedOp, FusedOperand
@@ -55,7 +55,6 @@ from zerocast.numerics.numerics import (
 )
 from zerocast.numerics.operands import (
     NOMINALS,
-    Changes,
     CodeCopy,
     Comparison,
     DelayedState,

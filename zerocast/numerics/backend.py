@@ -31,6 +31,16 @@ LaunchUpdates = Callable[[Sequence[AdamWUpdate | None]], None]
 :class:`Masters`; None where a master is read as it is."""
 
 
+ChangedRuns = tuple[int, int, torch.Tensor, torch.Tensor]
+"""The changed elements of a comparison, as they travel: entries, elements, data, digest.
+
+The data are uint8: of each run the elements left out before it (uint16) and its length (uint8),
+then the elements of all runs. A longer gap or run takes several entries. Runs of elements of 1, 2,
+and 4 or more bytes that are less than 4, 2 and 1 apart are one. The digest, int64 [], is what the
+changes add to the digest of the whole tensor, modulo 2^64.
+"""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """A class that does the arithmetic. Each method prepares one operation for many weights and
@@ -44,32 +54,32 @@ class Backend(Protocol):
 
     name: str
 
-    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
+    def partial_amax(
+        self, operands: Operands, masters: Masters, numerics: Numerics | None = None
+    ) -> Launch:
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast
         to the largest magnitudes of this rank's rounded elements.
 
         The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
         not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
         follows the shard.
+
+        With ``numerics``, the same read of the masters also writes the codes of the elements in
+        ``whole``. A block's scale must depend on its own amax alone, and no other rank may hold
+        elements of a block in ``whole``. Without ``numerics``, ``whole`` is not looked at.
         """
 
     def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-        """Say whether :meth:`partial_amax_cast` takes planes in these blocks, one grid a plane that
-        is cast, where scales belong to blocks alone; under 4-over-6, whether
+        """Say whether :meth:`partial_amax` casts ``whole`` of planes in these blocks, one grid a
+        plane that is cast, where scales belong to blocks alone; under 4-over-6, whether
         :meth:`partial_select` casts ``whole``.
-        """
-
-    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        """Do what :meth:`partial_amax` does, and write the codes of the elements in ``whole``, in
-        the same read of the masters. A block's scale must depend on its own amax alone, and no
-        other rank may hold elements of a block in ``whole``.
         """
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
         """Make one step of AdamW on each of some tensors, element by element."""
 
     def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
-        """Do :meth:`adamw` on masters, and on the updated ones what :meth:`partial_amax_cast` does,
+        """Do :meth:`adamw` on masters, and on the updated ones what :meth:`partial_amax` does,
         or under :class:`Float8DelayedNumerics` what :meth:`partial_cast` does. Masters that are
         updated are FP32.
         """
@@ -126,17 +136,10 @@ class Backend(Protocol):
         2^64; see "Digests" in docs/NUMERICS.md.
         """
 
-    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
-        """Flag the elements whose bytes are not those that are held, add to ``changes.digest`` what
-        that changes, modulo 2^64, and hold them.
-        """
+    def changed_runs(self, comparisons: Sequence[Comparison]) -> list[ChangedRuns]:
+        """Find the elements whose bytes differ from those that are held, and hold them.
 
-    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
-        """Return of each comparison's flagged elements how many entries and elements travel, and
-        these, uint8: of each run the elements left out before it (uint16) and its length (uint8),
-        then the elements of all runs. A longer gap or run takes several entries. Runs of elements
-        of 1, 2, and 4 or more bytes that lie less than 4, 2 and 1 apart are one. This is no launch:
-        how much there is to be returned is known when it has run.
+        This is no launch: the sizes of the results are known when it has run.
         """
 
     def fused_op(self, target: FusedOperand) -> Launch:

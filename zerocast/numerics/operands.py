@@ -212,27 +212,6 @@ class SharedByte:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """The changed elements among some elements of a tensor.
-
-    Attributes:
-        flags: int64 [elements / 64, rounded up]: a bit for each element.
-        digest: int64 []: what the changes add to the digest of the whole tensor.
-        count: int64 []: how many elements changed; after ``digest`` in memory.
-    """
-
-    flags: torch.Tensor
-    digest: torch.Tensor
-    count: torch.Tensor
-
-    @classmethod
-    def none(cls, count: int, device: torch.device) -> Changes:
-        """Return those of ``count`` elements, none yet."""
-        memory = torch.zeros(-(-count // 64) + 2, dtype=torch.int64, device=device)
-        return cls(memory[2:], memory[0], memory[1])
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Elements as they were, and as they are.
 
@@ -240,13 +219,11 @@ class Comparison:
         held: the elements as they were, of the dtype of ``values``.
         values: integers, flat and contiguous, as they are.
         first: the place of the first in the whole tensor.
-        changes: of these elements, none yet.
     """
 
     held: torch.Tensor
     values: torch.Tensor
     first: int
-    changes: Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +267,7 @@ class TensorOperand:
             date. False where other code does.
         values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
         whole: of the extent, the rows of blocks of all planes that one pass measures and casts
-            (:meth:`Backend.partial_amax_cast`), or chooses scales for and casts
+            (:meth:`Backend.partial_amax`), or chooses scales for and casts
             (:meth:`Backend.partial_select`).
     """
 

@@ -65,14 +65,21 @@ class Segment:
 # --- what changed ---
 
 
-def changed_segments(comparisons: Sequence[Comparison]) -> list[Segment]:
-    """Compare what is held with what is, and hold that; return the elements that changed. All are
-    on one device, and there is at least one.
+def changed_segments(
+    comparisons: Sequence[Comparison],
+) -> tuple[list[Segment], list[torch.Tensor]]:
+    """Compare what is held with what is, and hold that. All are on one device, and there is at
+    least one.
+
+    Returns:
+        the elements that changed, and what they add to the digests of the whole tensors.
     """
-    backend = backend_for(comparisons[0].values.device)
-    backend.compare(comparisons)()
-    found = backend.runs(comparisons)
-    return [Segment(each.first, *one) for each, one in zip(comparisons, found, strict=True)]
+    found = backend_for(comparisons[0].values.device).changed_runs(comparisons)
+    segments = [
+        Segment(each.first, runs, count, data)
+        for each, (runs, count, data, _) in zip(comparisons, found, strict=True)
+    ]
+    return segments, [digest for *_, digest in found]
 
 
 def whole_segment(values: torch.Tensor) -> Segment:

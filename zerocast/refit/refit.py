@@ -21,7 +21,7 @@ from zerocast.export import Dialect, Export
 from zerocast.export.entries import Entry, ExportSource
 from zerocast.export.shard_plan import ShardPlan
 from zerocast.export.unusable_values import check_finite
-from zerocast.numerics import Changes, Comparison
+from zerocast.numerics import Comparison
 from zerocast.refit.audit import Travels, check_config, travels
 from zerocast.refit.delta import Segment, changed_segments, packed, whole_segment
 from zerocast.refit.pieces import Piece, check_cuts, pieces_of, refuse_parts
@@ -248,10 +248,9 @@ class Refit(Uncopied):
         for piece in pieces:
             held = as_integers(self._held[piece.name].values)
             values = as_integers(piece.values.contiguous())
-            changes = Changes.none(len(values), values.device)
-            comparisons.append(Comparison(held, values, piece.start, changes))
-        own = changed_segments(comparisons)
-        sums = _summed(pieces, [each.changes.digest for each in comparisons])
+            comparisons.append(Comparison(held, values, piece.start))
+        own, digests = changed_segments(comparisons)
+        sums = _summed(pieces, digests)
         return _gathered(pieces, own), sums
 
 

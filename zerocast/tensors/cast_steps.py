@@ -157,12 +157,8 @@ class CastSteps:
             # When the codes are written, their scale must not have moved on yet.
             launches["compute_scale"] += [cast, scale]
         else:
-            if any(operand.whole for operand in measured):
-                self.writes_early = True
-                amax = backend.partial_amax_cast(numerics, measured, masters)
-            else:
-                amax = backend.partial_amax(measured, masters)
-            launches["partial_amax"].append(amax)
+            self.writes_early |= any(operand.whole for operand in measured)
+            launches["partial_amax"].append(backend.partial_amax(measured, masters, numerics))
             launches["compute_scale"].append(scale)
             for stage, own in by_stage.items():
                 launches["partial_cast"].append(backend.partial_cast(numerics, own, masters))

@@ -83,10 +83,11 @@ class CudaBackend(ReferenceBackend):
     def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         return reads_once(numerics, grids)
 
-    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
-        return self._cast("partial_amax", (), [], operands, all_of, masters)
-
-    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
+    def partial_amax(
+        self, operands: Operands, masters: Masters, numerics: Numerics | None = None
+    ) -> Launch:
+        if numerics is None or not any(operand.whole for operand in operands):
+            return self._cast("partial_amax", (), [], operands, all_of, masters)
         fields = tables.numerics_fields(numerics, self.name)
         numerics_class = tables.numerics_class(numerics)
         launch = self._cast("partial_amax", (), [], operands, not_whole, masters)

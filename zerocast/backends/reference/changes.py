@@ -1,5 +1,5 @@
 """Finds the changed elements of a tensor, in plain torch:
-:meth:`zerocast.numerics.Backend.compare`, ``runs``.
+:meth:`zerocast.numerics.Backend.changed_runs`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from zerocast.backends.reference.digest_formula import digest_of
-from zerocast.numerics import Comparison
+from zerocast.numerics import ChangedRuns, Comparison
 
 _BITS = 64
 """Flags in a word."""
@@ -15,9 +15,31 @@ _BITS = 64
 _MOST_GAP, _MOST_LENGTH, _ENTRY_BYTES = (1 << 16) - 1, (1 << 8) - 1, 3
 
 
-def compare(target: Comparison) -> None:
+class Changes:
+    """The changed elements of one comparison, which starts without any.
+
+    Attributes:
+        flags: int64 [elements / 64, rounded up]: a bit for each element.
+        digest: int64 []: what the changes add to the digest of the whole tensor.
+        count: int64 []: the number of changed elements; after ``digest`` in memory.
+    """
+
+    def __init__(self, target: Comparison) -> None:
+        words = -(-len(target.values) // _BITS)
+        memory = torch.zeros(words + 2, dtype=torch.int64, device=target.values.device)
+        self.flags, self.digest, self.count = memory[2:], memory[0], memory[1]
+
+
+def changed_runs(target: Comparison) -> ChangedRuns:
+    """Compare one tensor with what is held; return the changed elements as they travel."""
+    changes = Changes(target)
+    compare(target, changes)
+    return *runs(target, changes), changes.digest
+
+
+def compare(target: Comparison, changes: Changes) -> None:
     """Flag what differs of one comparison, and store it."""
-    held, values, changes = target.held, target.values, target.changes
+    held, values = target.held, target.values
     places = (held != values).nonzero().view(-1)
     changes.flags.scatter_add_(0, places // _BITS, torch.ones_like(places) << places % _BITS)
     change = digest_of(values[places], places + target.first, held[places])
@@ -26,10 +48,10 @@ def compare(target: Comparison) -> None:
     held.copy_(values)
 
 
-def runs(target: Comparison) -> tuple[int, int, torch.Tensor]:
+def runs(target: Comparison, changes: Changes) -> tuple[int, int, torch.Tensor]:
     """Return entries, elements, and the data of the flagged elements as they travel, uint8."""
     values = target.values
-    places = _flagged(target.changes.flags)
+    places = _flagged(changes.flags)
     if not len(places):
         return 0, 0, values.new_empty(0, dtype=torch.uint8)
     closed = 1 + _ENTRY_BYTES // values.itemsize
@@ -44,11 +66,11 @@ def runs(target: Comparison) -> tuple[int, int, torch.Tensor]:
     return len(gaps), len(elements), data
 
 
-def most_runs(target: Comparison) -> tuple[int, int]:
+def most_runs(target: Comparison, changes: Changes) -> tuple[int, int]:
     """Return the most entries and elements that :func:`runs` may give: a run has a change, and from
     the next one so many elements part it as are left out.
     """
-    size, changed = len(target.values), int(target.changes.count)
+    size, changed = len(target.values), int(changes.count)
     closed = 1 + _ENTRY_BYTES // target.values.itemsize
     elements, count = min(changed * closed, size), min(changed, size // (closed + 1) + 1)
     return count + size // _MOST_GAP + elements // _MOST_LENGTH, elements

@@ -25,6 +25,7 @@ from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     AdamWUpdate,
+    ChangedRuns,
     CodeCopy,
     Comparison,
     DigestedBytes,
@@ -57,21 +58,22 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
-        return _for_shards(operands, lambda shard: raise_amaxes(shard, rounded(shard, masters)))
+    def partial_amax(
+        self, operands: Operands, masters: Masters, numerics: Numerics | None = None
+    ) -> Launch:
+        def run(shard: TensorOperand) -> None:
+            x = rounded(shard, masters)
+            raise_amaxes(shard, x)
+            if numerics is not None and shard.whole:
+                whole = _in_whole(shard)
+                _cast(numerics, shard, x[whole], indices(shard)[whole])
+
+        return _for_shards(operands, run)
 
     @staticmethod
     def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
         # Random bits are those of the step that compute_scale begins.
         return not (isinstance(numerics, NVFP4Numerics) and numerics.stochastic_rounding)
-
-    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        def run(shard: TensorOperand) -> None:
-            x, whole = rounded(shard, masters), _in_whole(shard)
-            raise_amaxes(shard, x)
-            _cast(numerics, shard, x[whole], indices(shard)[whole])
-
-        return _for_shards(operands, run)
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
         return _for_each(updates, adamw_formulas.update)
@@ -79,10 +81,8 @@ class ReferenceBackend:
     def adamw_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> LaunchUpdates:
         if isinstance(numerics, Float8DelayedNumerics):
             cast = self.partial_cast(numerics, operands, masters)
-        elif any(operand.whole for operand in operands):
-            cast = self.partial_amax_cast(numerics, operands, masters)
         else:
-            cast = self.partial_amax(operands, masters)
+            cast = self.partial_amax(operands, masters, numerics)
         slots = [operand.slot for operand in operands]
 
         def launch(updates: Sequence[AdamWUpdate | None]) -> None:
@@ -158,11 +158,10 @@ class ReferenceBackend:
 
         return launch
 
-    def compare(self, comparisons: Sequence[Comparison]) -> Launch:
-        return _for_each(comparisons, changes.compare)
-
-    def runs(self, comparisons: Sequence[Comparison]) -> list[tuple[int, int, torch.Tensor]]:
-        return [changes.runs(each) for each in comparisons]
+    def changed_runs(self, comparisons: Sequence[Comparison]) -> list[ChangedRuns]:
+        found: list[ChangedRuns] = []
+        _for_each(comparisons, lambda each: found.append(changes.changed_runs(each)))()
+        return found
 
     def fused_op(self, target: FusedOperand) -> Launch:
         return _for_each([target], write_result)

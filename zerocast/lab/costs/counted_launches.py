@@ -46,13 +46,13 @@ class CountingBackend:
         self.name, self.reads_once = name, BACKENDS[name].reads_once
         self.work: dict[str, Work] = {}
 
-    def partial_amax(self, operands: Operands, masters: Masters) -> Launch:
+    def partial_amax(
+        self, operands: Operands, masters: Masters, numerics: Numerics | None = None
+    ) -> Launch:
         shards = _held(operands)
-        nbytes = sum(_master_bytes(each, masters) + _amax_bytes(each) for each in shards)
-        return self._launch("partial_amax", shards, nbytes)
-
-    def partial_amax_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        shards = _held(operands)
+        if numerics is None or not any(each.whole for each in shards):
+            nbytes = sum(_master_bytes(each, masters) + _amax_bytes(each) for each in shards)
+            return self._launch("partial_amax", shards, nbytes)
         nbytes = sum(
             _master_bytes(each, masters)
             + _amax_bytes(each)
