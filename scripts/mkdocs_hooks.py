@@ -23,7 +23,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match.group()
         return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
 
-    return re.sub(r"\[([^\]]*)\]\((\.\./[^)#\s]+)\)", path_for, markdown)
+    return re.sub(r"\[([^\]]*)\]\((\.\./[^)#\s]+)(?:#L\d+)?\)", path_for, markdown)
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -203,10 +203,10 @@ def test_public_names_are_documented(module, name):
 
 
 def drawn_tree() -> dict[str, set[str]]:
-    """CONTRIBUTING.md's tree as directory -> entries; directories end in a slash."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    block = re.search(r"### The tree\n.*?```\w*\n(.*?)```", text, re.DOTALL)
-    assert block, "CONTRIBUTING.md has no section 'The tree' with a drawing"
+    """The tree of docs/architecture.md as directory -> entries; directories end in a slash."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = re.search(r"## The repository\n.*?```\w*\n(.*?)```", text, re.DOTALL)
+    assert block, "docs/architecture.md has no section 'The repository' with a drawing"
     tree: dict[str, set[str]] = {"": set()}
     path: list[str] = []
     for line in block.group(1).splitlines():
@@ -242,7 +242,7 @@ def test_the_tree_that_is_drawn_is_the_real_one():
     for directory, drawn in tree.items():
         real = real_entries(ROOT / directory)
         assert drawn == real, (
-            f"CONTRIBUTING.md draws {directory or 'the root'} without {sorted(real - drawn)} "
+            f"docs/architecture.md draws {directory or 'the root'} without {sorted(real - drawn)} "
             f"and with {sorted(drawn - real)}, which it has not"
         )
 
