@@ -55,7 +55,7 @@ from mutation_operators import Mutant, mutants_of  # noqa: E402
 
 TESTS = {
     "layout": ["tests/layout", "tests/cast/test_boundary_exchange.py"],
-    "numerics": ["tests/formats"],
+    "numerics": ["tests/numerics"],
     "cast": ["tests/cast", "tests/optim/test_adamw_cast.py"],
     "headers": ["tests/backends/test_index_headers.py"],
 }

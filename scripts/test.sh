@@ -21,7 +21,7 @@ style() {
 # launcher is that of mpi4py's MPI; another would start four jobs of one rank (tests/conftest.py
 # refuses that). The slow ones are run by hand: CONTRIBUTING.md says how. Those of
 # sharded models have a session of their own: what followed them in one was seen to run much slower.
-SHARDED=(tests/sharded tests/tensor_parallel tests/torchtitan)
+SHARDED=(tests/sharded tests/tensor_parallel tests/adapters/torchtitan)
 tests_on_ranks() {
     local temporary status=0
     temporary=$(mktemp -d)  # where no rank tidies what sessions before have left while another one does

@@ -28,5 +28,5 @@ stage "environment of torchtitan" make_environment "$directory"
 PATH=$(cd "$directory/bin" && pwd):$PATH
 export PATH
 stage "torchtitan" install_torchtitan
-stage "interface of torchtitan" python -m pytest -q -m "not mpi" tests/torchtitan
+stage "interface of torchtitan" python -m pytest -q -m "not mpi" tests/adapters/torchtitan
 stage "tests beside torchtitan" without_skips "${@:2}"

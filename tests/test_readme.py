@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.torchtitan import conftest as _torchtitan  # noqa: F401  (or what stands in for it)
+from tests.adapters.torchtitan import conftest as _torchtitan  # noqa: F401  (or what stands in for it)
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]

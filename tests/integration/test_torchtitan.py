@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapters.torchtitan.interface import installed
 from tests.support.programs import output_of
-from tests.torchtitan.interface import installed
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
     pytest.mark.timeout(2400),
-    # In one session with tests/torchtitan, what stands in for it can be imported.
+    # In one session with tests/adapters/torchtitan, what stands in for it can be imported.
     pytest.mark.skipif(installed() is None, reason="scripts/torchtitan.sh installs torchtitan"),
 ]
 

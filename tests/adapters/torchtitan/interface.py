@@ -1,8 +1,8 @@
 """What is recorded of torchtitan's interface, and how a package is asked for the same facts.
 
 ``interface.json`` holds, by release and ``module:name``, signatures and fields with their defaults,
-as they were read out of the packages on PyPI by ``python -m tests.torchtitan.interface`` with one
-installed. They are facts about what converters are given and asked, no code.
+as ``python -m tests.adapters.torchtitan.interface`` read them out of the packages on PyPI, with
+one installed. They are facts about what converters are given and asked, no code.
 """
 
 import dataclasses

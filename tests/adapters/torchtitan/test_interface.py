@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from torchtitan.components.quantization import QuantizationConverter
 
-from tests.torchtitan import stand_in
-from tests.torchtitan.interface import RECORD, RELEASE, fact, installed, signature
+from tests.adapters.torchtitan import stand_in
+from tests.adapters.torchtitan.interface import RECORD, RELEASE, fact, installed, signature
 from zerocast.adapters.torchtitan import LinearConverter
 
 

@@ -3,8 +3,8 @@
 import importlib
 import warnings
 
-from tests.torchtitan import stand_in
-from tests.torchtitan.interface import RECORD, RELEASE, installed
+from tests.adapters.torchtitan import stand_in
+from tests.adapters.torchtitan.interface import RECORD, RELEASE, installed
 
 if installed() is None:
     stand_in.install()

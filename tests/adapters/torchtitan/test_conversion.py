@@ -8,8 +8,8 @@ import torch
 from torchtitan.models.common.linear import Linear
 
 import zerocast
+from tests.adapters.torchtitan.decoder import DIM, IN_BLOCKS, Decoder, OptimizersContainer, loss
 from tests.support.claims import message_of
-from tests.torchtitan.decoder import DIM, IN_BLOCKS, Decoder, OptimizersContainer, loss
 from zerocast.adapters.torchtitan import LinearConverter, QuantizedLinear
 from zerocast.sharded import MasterWeight
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import zerocast
 from zerocast import nn
 
-PAGE = (Path(__file__).parent.parent / "docs" / "TRANSFORMER_ENGINE.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "TRANSFORMER_ENGINE.md").read_text()
 
 
 def section(title: str) -> str:

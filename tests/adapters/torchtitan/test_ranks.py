@@ -5,11 +5,11 @@ it.
 import pytest
 import torch
 
+from tests.adapters.torchtitan.decoder import IN_BLOCKS, Decoder, OptimizersContainer, loss, shard
 from tests.sharded.sharded import assert_converted_casts, gradients
 from tests.support.claims import assert_same_tensors
 from tests.support.collectives import Collectives
 from tests.support.ranks import on_gloo
-from tests.torchtitan.decoder import IN_BLOCKS, Decoder, OptimizersContainer, loss, shard
 from zerocast.adapters.torchtitan import (
     LinearConverter,
     precompute_after_steps,

@@ -14,7 +14,7 @@ from zerocast.errors import InputError
 from zerocast.lab import costs
 from zerocast.lab.costs.models import Llama
 
-PAGE = Path(__file__).parents[2] / "docs" / "costs.md"
+PAGE = Path(__file__).parents[3] / "docs" / "costs.md"
 SMALL = Llama(256, 2, 512, kv_heads=1, vocabulary=384)
 
 

@@ -17,7 +17,7 @@ from zerocast.lab.conformance.causes import FormulaChanges, changes_of, restated
 from zerocast.numerics import ELEMENT_FORMATS
 
 SUMS = Path(__file__).with_name("SHA256SUMS")
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
 OTHERS = [
     pytest.param(name, marks=[pytest.mark.integration] * (name in ("torchao", "nvidia-modelopt")))
     for name in PACKAGES if name != "zerocast"
