@@ -1,6 +1,7 @@
 """House rules that a machine can check: imports, docstrings of public names, the drawn tree."""
 
 import ast
+import difflib
 import importlib
 import inspect
 import json
@@ -12,6 +13,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.support import fence
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zerocast"
@@ -29,10 +32,10 @@ LAYERS = (
     ("cast",),
     ("sharded",),
     ("optim",),
-    ("export", "nn"),  # the core, which is all below, imports no layer
+    ("export", "nn"),
     ("checkpoint", "refit"),
-    ("adapters", "lab"),  # the outer rooms
     ("__init__",),
+    ("adapters", "lab"),  # around the core, which is all below
     ("cli",),
     ("__main__",),
 )
@@ -54,19 +57,21 @@ PUBLIC_MODULES = (
     "zerocast.nn.tensor_parallel",
 )
 
+# Of exports and checkpoints, whose objects are about to change places.
+PRIVATE_NAMES_USED = {
+    ("zerocast.checkpoint.zero_training", "_progress"),
+    ("zerocast.export.entries", "_prepared"),
+    ("zerocast.export.entries", "_specs"),
+    ("zerocast.export.entries", "_weights_of"),
+    ("zerocast.export.shard_plan", "_comms"),
+    ("zerocast.export.shard_plan", "_device"),
+    ("zerocast.export.shard_plan", "_prepared"),
+    ("zerocast.export.shard_plan", "_steps"),
+    ("zerocast.export.shard_plan", "_verification"),
+}
+
 
 # --- imports run one way ---
-
-
-def package_of(module: str) -> str:
-    """The package that a dotted module belongs to: ``zerocast.comm.mpi`` -> ``comm``."""
-    return module.split(".")[1] if "." in module else "__init__"
-
-
-def module_of(file: Path) -> str:
-    """``zerocast/comm/mpi.py`` -> ``zerocast.comm.mpi``; an ``__init__.py`` is its package."""
-    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
@@ -91,11 +96,11 @@ def imports(source: str, module: str, is_package: bool) -> list[tuple[int, str]]
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """The imports of ``source`` that do not go down."""
-    here = package_of(module)
+    here = fence.package_of(module)
     return [
         f"{module}, line {line}: {here} may not import {name}"
         for line, name in imports(source, module, is_package)
-        if package_of(name) != here and LEVEL[package_of(name)] >= LEVEL[here]
+        if fence.package_of(name) != here and LEVEL[fence.package_of(name)] >= LEVEL[here]
     ]
 
 
@@ -104,7 +109,7 @@ def test_imports_run_one_way():
     wrong = [
         text
         for file in sorted(PACKAGE.rglob("*.py"))
-        for text in violations(file.read_text(), module_of(file), file.name == "__init__.py")
+        for text in violations(file.read_text(), fence.module_of(file), file.name == "__init__.py")
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -130,7 +135,7 @@ def test_no_modules_import_each_other():
     """There is no circle of imports inside of a package either, local and type-only ones
     included; that a module imports a name from its own package is none.
     """
-    files = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+    files = {fence.module_of(file): file for file in PACKAGE.rglob("*.py")}
     graph = {
         module: {
             name
@@ -148,6 +153,43 @@ def test_every_part_has_a_layer():
         path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))
     }
     assert parts <= LEVEL.keys()
+
+
+# --- what packages use of each other ---
+
+
+def test_the_packages_around_the_core_use_what_is_listed():
+    """adapters and lab use the names of the core that tests/fence.toml lists, all and no others.
+    To shorten the list is welcome; to lengthen it needs a reason.
+    """
+    listed, used = (ROOT / "tests" / "fence.toml").read_text(), fence.written(fence.uses())
+    lines = difflib.ndiff(listed.splitlines(), used.splitlines())
+    changes = "\n".join(line for line in lines if line[0] in "+-")
+    assert listed == used, f"python -m tests.support.fence > tests/fence.toml changes:\n{changes}"
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("from zerocast.cast import CastPlan as P", {("zerocast.cast", "CastPlan")}),
+        ("from zerocast import quantize", {("zerocast", "quantize")}),
+        ("from zerocast import nn\nnn.Linear", {("zerocast.nn", "Linear")}),
+        ("from zerocast.nn import convert\nconvert.apply", {("zerocast.nn", "convert")}),
+        ("import zerocast\nzerocast.nn.Linear", {("zerocast.nn", "Linear")}),
+        ("import zerocast.nn as n\nn.Linear.forward", {("zerocast.nn", "Linear")}),
+        ("import torch\ntorch.nn.Linear", set()),
+    ],
+)
+def test_a_use_is_seen(source, used):
+    """Names that are imported, and attributes of modules that are."""
+    modules = {"zerocast", "zerocast.nn", "zerocast.cast", "zerocast.nn.convert"}
+    given = fence.Source("zerocast.lab", ast.parse(source))
+    assert set(fence.used_names(given, modules, {"zerocast.nn.convert"})) == used
+
+
+def test_no_private_name_of_another_package_is_used():
+    """By an import, as an attribute, or of a class that is inherited from."""
+    assert fence.private_uses() == PRIVATE_NAMES_USED
 
 
 # --- importing is light ---

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerocast.errors import UnsupportedError
+from zerocast import UnsupportedError
 
 Replacement = tuple[Any, str, str, Callable[..., Any]]
 """Owner, name and parameters of a function ("self, model"; of ``__init__`` the first ones), and

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from zerocast.cast import CastPlan
-from zerocast.comm import Communicator, as_communicator
+from zerocast import CastPlan, QuantizedTensor, as_communicator, replace_raw_data
+from zerocast.comm import Communicator
 from zerocast.layout import Extent
-from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 
 class CodedGroups:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerocast import QuantizedTensor, RankMismatchError, UnsupportedError, as_communicator
 from zerocast.adapters.deepspeed.coded_groups import CodedGroups, coded_groups, is_coded
-from zerocast.comm import Communicator, as_communicator
-from zerocast.errors import RankMismatchError, UnsupportedError
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.comm import Communicator
+from zerocast.tensors import QuantizedStorage
 
 Theirs = Callable[..., Any]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from zerocast.errors import InputError
+from zerocast import InputError, QuantizedTensor
 from zerocast.recipes import recipe_to_values
 from zerocast.sharded.state import check_saved_state
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedStorage
 
 _KEY = "zerocast"
 

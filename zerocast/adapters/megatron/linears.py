@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from zerocast import InputError, Recipe
 from zerocast.arguments import check_flag, check_module
-from zerocast.errors import InputError
 from zerocast.nn import ConversionReport, convert
-from zerocast.recipes import Recipe
 from zerocast.tensors.wrapped_names import named_modules
 
 

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
-from zerocast.cast import CastPlan, post_all_gather_processing
+from zerocast import (
+    CastPlan,
+    InputError,
+    QuantizedTensor,
+    UnsupportedError,
+    as_communicator,
+    post_all_gather_processing,
+    replace_raw_data,
+)
 from zerocast.cast.plan_cache import find_plan, keep_plan
-from zerocast.comm import as_communicator
-from zerocast.errors import InputError, UnsupportedError
-from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 
 def is_quantized(theirs: Callable[..., Any], tensor: object) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from zerocast.export.dialects import Dialect
+from zerocast.export import Dialect
 from zerocast.export.known_dialects import as_dialect
 from zerocast.refit.audit import is_named
 from zerocast.refit.fused_weights import encode_fused

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from zerocast.comm.torch_distributed import TorchDistributedCommunicator
+from zerocast.comm import TorchDistributedCommunicator
 from zerocast.refit import Refit
 
 

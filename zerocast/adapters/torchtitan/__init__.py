@@ -53,55 +53,17 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.module import Module
 
+from zerocast import InputError, Recipe, TensorParallelShard, UnsupportedError, as_communicator
 from zerocast.adapters.torchtitan.options import check_combination, recipe_named
-from zerocast.comm import SingleRank, as_communicator
-from zerocast.errors import InputError, UnsupportedError
-from zerocast.nn import ConversionReport, Linear
-from zerocast.nn.autocast import autocast, text_of
+from zerocast.nn import ConversionReport
+from zerocast.nn.autocast_linear import AutocastLinear
 from zerocast.nn.layer_filter import read_filter, why_small
 from zerocast.nn.linear import master_parameter
-from zerocast.nn.regions import UNTRACEABLE, is_traced
-from zerocast.recipes import Recipe
 from zerocast.sharded import precompute_scales_for_fsdp
-from zerocast.tensors import TensorParallelShard
 
 logger = logging.getLogger(__name__)
 
 # --- layers ---
-
-_NO_AMAXES = SingleRank()
-"""The group over which regions reduce amaxes: no other rank, because no scheme that is served keeps
-any."""
-
-
-class AutocastLinear(Linear):
-    """:class:`zerocast.nn.Linear` that opens a region of autocast around itself.
-
-    Attributes:
-        product_recipe: the recipe by which its products are quantized; None for products in high
-            precision, with the decoded weight if that was gathered in codes.
-    """
-
-    product_recipe: Recipe | None = None
-
-    def forward(self, input: torch.Tensor, *, fp8_output: bool = False) -> torch.Tensor:
-        """[..., K] -> [..., M], as :meth:`zerocast.nn.Linear.forward`."""
-        if self.product_recipe is None:
-            return super().forward(input, fp8_output=fp8_output)
-        if is_traced() and self._traced_recipe() != UNTRACEABLE:
-            return super().forward(input, fp8_output=fp8_output)
-        with autocast(recipe=self.product_recipe, amax_reduction_group=_NO_AMAXES):
-            return super().forward(input, fp8_output=fp8_output)
-
-    def _traced_recipe(self) -> str:
-        """Return the text of its own recipe: a compiled checkpoint cannot enter regions."""
-        recipe = self.product_recipe
-        return super()._traced_recipe() if recipe is None else text_of(recipe)
-
-    def get_extra_state(self) -> None:
-        """Return nothing: torchtitan takes every entry of a state dict for a tensor. So if
-        gradients are rounded stochastically, their draws are counted from 0 again on resuming.
-        """
 
 
 class QuantizedLinear(AutocastLinear, Module):
@@ -140,6 +102,11 @@ class QuantizedLinear(AutocastLinear, Module):
         self.precomputes = config.precomputes
         if config.gathers_codes:
             self.weight = master_parameter(self.weight, recipe, name=f"{config.name}.weight")
+
+    def get_extra_state(self) -> None:
+        """Return nothing: torchtitan takes every entry of a state dict for a tensor. So if
+        gradients are rounded stochastically, their draws are counted from 0 again on resuming.
+        """
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Split the layer over ranks, as torchtitan does its own.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from zerocast.errors import InputError, UnsupportedError
-from zerocast.recipes import (
-    RECIPES,
+from zerocast import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    InputError,
     MXFP8BlockScaling,
     QParams,
     Recipe,
-    as_recipe,
+    UnsupportedError,
 )
+from zerocast.recipes import RECIPES, as_recipe
 
 _POWER_OF_2 = QParams(power_2_scale=True)
 

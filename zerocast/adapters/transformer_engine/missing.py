@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from zerocast.errors import UnsupportedError
+from zerocast import UnsupportedError
 
 _PARALLEL = (
     "layers are split by torch's parallelize_module, with the styles of "

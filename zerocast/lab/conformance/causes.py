@@ -19,10 +19,18 @@ from zerocast.backends.reference.planes import by_elements
 from zerocast.export import DIALECTS, Dialect
 from zerocast.lab.conformance.packs import Pack, blocks_of, differing
 from zerocast.layout import BlockGrid
-from zerocast.numerics import Float8Numerics, MXNumerics, NVFP4Numerics
-from zerocast.numerics.codec import encode, encode_e8m0
-from zerocast.numerics.element import E2M1, E4M3, ELEMENT_FORMATS, FLT_MAX
-from zerocast.numerics.packing import pack_nibbles
+from zerocast.numerics import (
+    E2M1,
+    E4M3,
+    ELEMENT_FORMATS,
+    FLT_MAX,
+    Float8Numerics,
+    MXNumerics,
+    NVFP4Numerics,
+    encode,
+    encode_e8m0,
+    pack_nibbles,
+)
 
 Restated = tuple[torch.Tensor, ...]
 TINY = 2.0**-126

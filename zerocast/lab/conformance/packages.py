@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 
-from zerocast.cast import CastPlan
+from zerocast import CastPlan, InputError, empty, quantize
 from zerocast.comm import Communicator, run_in_process
-from zerocast.errors import InputError
 from zerocast.export import DIALECTS, Dialect
 from zerocast.lab.conformance.causes import block_amaxes
 from zerocast.lab.conformance.packs import blocks_of
-from zerocast.tensors import empty, quantize
 
 Stored = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
 Calls = Mapping[str, Callable[..., Any]]

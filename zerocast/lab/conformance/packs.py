@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zerocast.backends import use_backend
+from zerocast import quantize, use_backend
 from zerocast.backends.reference.philox import element_draws
 from zerocast.export import DIALECTS, Dialect
 from zerocast.layout import BlockGrid
@@ -36,7 +36,6 @@ from zerocast.numerics import (
     encode,
     encode_e8m0,
 )
-from zerocast.tensors import quantize
 
 SECTIONS = {Float8Numerics: 4, MXNumerics: 6, NVFP4Numerics: 7}
 DECODED = "decoded"

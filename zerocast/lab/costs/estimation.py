@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerocast import InputError, Recipe
 from zerocast.arguments import check_choice, check_integer
 from zerocast.comm import RecordingCommunicator, Traffic
-from zerocast.errors import InputError
 from zerocast.lab.costs.counted_launches import BACKENDS, Work
 from zerocast.lab.costs.dry_run import DryRun, StepOptions
 from zerocast.lab.costs.machine import Machine
 from zerocast.lab.costs.models import Params, model_of, params_of, quantize_model
 from zerocast.lab.costs.one_of_many import OneOfMany
-from zerocast.recipes import Recipe, describe_recipe
+from zerocast.recipes import describe_recipe
 
 PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reduce_scatter": (("gradients",), ("gradients",)),

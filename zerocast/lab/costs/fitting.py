@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast import Recipe, empty
 from zerocast.comm import Communicator, RecordingCommunicator, Traffic
 from zerocast.lab.costs.dry_run import StepOptions
 from zerocast.lab.costs.estimation import Estimate, estimate
 from zerocast.lab.costs.machine import Cost, Machine, messages
 from zerocast.optim import ZeroOptimizer
-from zerocast.recipes import Recipe, as_recipe
-from zerocast.tensors import empty
+from zerocast.recipes import as_recipe
 
 Shapes = Sequence[tuple[int, int]]
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from zerocast import InputError
 from zerocast.comm import Traffic
-from zerocast.errors import InputError
 from zerocast.safe_files import printable, read_text
 
 

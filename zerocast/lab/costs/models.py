@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
+from zerocast import BackendError, InputError, QuantizedTensor, Recipe, TensorParallelShard, empty
 from zerocast.comm import Communicator
-from zerocast.errors import BackendError, InputError
 from zerocast.nn import convert
-from zerocast.recipes import Recipe
 from zerocast.safe_files import read_text
-from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty
 
 Params = list[tuple[str, torch.Tensor]]
 """Names and weights, as ``model.named_parameters()`` gives them."""

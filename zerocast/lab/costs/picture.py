@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerocast.errors import BackendError
+from zerocast import BackendError
 from zerocast.lab.costs.cost_tables import Estimates
 from zerocast.lab.costs.machine import Machine
 

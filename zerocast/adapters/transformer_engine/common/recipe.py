@@ -3,8 +3,7 @@
 Fields are given by name. ``NVFP4BlockScaling`` has ``disable_rht=True``, and refuses False.
 """
 
-from zerocast.adapters.transformer_engine.missing import raise_missing
-from zerocast.recipes import (
+from zerocast import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -14,6 +13,7 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
+from zerocast.adapters.transformer_engine.missing import raise_missing
 
 __getattr__ = raise_missing(__name__)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from zerocast import InputError
 from zerocast.adapters.transformer_engine.missing import raise_missing
-from zerocast.errors import InputError
-from zerocast.numerics import E2M1, E4M3, E5M2, ElementFormat
 
 __getattr__ = raise_missing(__name__)
 
@@ -26,9 +25,9 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
     @classmethod
-    def of(cls, fmt: ElementFormat) -> DType:
-        """Return the member for codes of this format."""
-        return next(member for member, each in _FORMATS.items() if each == fmt)
+    def of(cls, fmt: str) -> DType:
+        """Return the member for codes of the format of this name."""
+        return next(member for each in _FORMATS.values() for member, n in each.items() if n == fmt)
 
     @classmethod
     def name_of(cls, value: object, *, bits: int) -> str:
@@ -38,14 +37,18 @@ class DType(enum.IntEnum):
         Raises:
             InputError: where it is none.
         """
-        known = {member: fmt for member, fmt in _FORMATS.items() if fmt.bits == bits}
-        for member, fmt in known.items():
+        known = _FORMATS[bits]
+        for member, name in known.items():
             if value == member:
-                return fmt.name
+                return name
         raise InputError(
             f"a quantizer of {bits}-bit codes takes {' or '.join(each.name for each in known)}, "
             f"got {value!r}."
         )
 
 
-_FORMATS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, DType.kFloat4E2M1: E2M1}
+_FORMATS = {
+    8: {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2"},
+    4: {DType.kFloat4E2M1: "e2m1"},
+}
+"""By their bits, the names that zerocast gives the formats of codes."""

@@ -1,14 +1,14 @@
 """Regions in which layers quantize, and which recipes run here."""
 
-from zerocast.adapters.transformer_engine.missing import raise_missing
-from zerocast.arguments import check_flag
-from zerocast.nn.autocast import (
+from zerocast import (
     autocast,
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
     quantized_model_init,
 )
+from zerocast.adapters.transformer_engine.missing import raise_missing
+from zerocast.arguments import check_flag
 
 __getattr__ = raise_missing(__name__)
 

@@ -21,13 +21,11 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from zerocast import InputError, MissingDataError, QuantizedTensor, Recipe, UnsupportedError
 from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer
 from zerocast.arguments import why_unusable
-from zerocast.errors import InputError, MissingDataError, UnsupportedError
-from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedTensor
 
 __getattr__ = raise_missing(__name__)
 
@@ -162,7 +160,7 @@ class _Members:
 
     @property
     def _fp8_dtype(self) -> DType:
-        return DType.of(cast("QuantizedTensor", self).recipe.numerics.fmt)
+        return DType.of(cast("QuantizedTensor", self).recipe.numerics.fmt.name)
 
     _fp4_dtype = _fp8_dtype
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import ClassVar, Literal
 
 import torch
 
+from zerocast import InputError, MissingDataError, QuantizedTensor, Recipe, UnsupportedError
+from zerocast import Quantizer as OwnQuantizer
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.arguments import check_device
-from zerocast.errors import InputError, MissingDataError, UnsupportedError
-from zerocast.nn.quantizer import Quantizer as OwnQuantizer
 from zerocast.nn.quantizer import StateSlot
-from zerocast.recipes import Recipe
-from zerocast.recipes.recipe import Buffers
-from zerocast.tensors import QuantizedTensor
-from zerocast.tensors.quantize import quantize_into
+from zerocast.tensors import quantize_into
 
 
 def check_one_value(**given: tuple[object, object]) -> None:
@@ -54,7 +51,11 @@ class Quantizer(OwnQuantizer):
         cls._classes[cls.scheme] = cls
 
     def _start(
-        self, recipe: Recipe, rowwise: bool, columnwise: bool, state: Buffers | None = None
+        self,
+        recipe: Recipe,
+        rowwise: bool,
+        columnwise: bool,
+        state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Initialize; ``state`` is the recipe state by the names of its buffers; buffers that it
         lacks are allocated.
@@ -107,7 +108,7 @@ class Quantizer(OwnQuantizer):
     @property
     def dtype(self) -> DType:  # type: ignore[override]
         """The format of the codes."""
-        return DType.of(self.recipe.numerics.fmt)
+        return DType.of(self.recipe.numerics.fmt.name)
 
     rowwise_usage, columnwise_usage = _usage("rowwise"), _usage("columnwise")
 

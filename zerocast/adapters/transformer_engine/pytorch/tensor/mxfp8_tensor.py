@@ -1,10 +1,10 @@
 """MXFP8: MXFP8Tensor and its quantizer."""
 
+from zerocast import MXFP8BlockScaling
 from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import SchemeTensor
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer
-from zerocast.recipes import MXFP8BlockScaling
 
 __getattr__ = raise_missing(__name__)
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from zerocast import cast
+import zerocast
+from zerocast import post_all_gather_processing, replace_raw_data
 from zerocast.adapters.transformer_engine.missing import raise_missing
-from zerocast.cast import post_all_gather_processing
 from zerocast.comm import Group
-from zerocast.tensors import replace_raw_data
 
 __getattr__ = raise_missing(__name__)
 
@@ -31,7 +30,7 @@ def quantize_master_weights(
     """:func:`zerocast.quantize_master_weights`, in whose place the next forward makes the
     columnwise copies unless ``manual_post_all_gather_processing=True``.
     """
-    cast.quantize_master_weights(
+    zerocast.quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing,
     )  # fmt: skip
