@@ -296,22 +296,3 @@ def test_a_field_that_can_mean_one_thing(kind, field):
     assert f"{kind.__name__}({field.name}='another')" in message
     assert field.metadata["reason"] in message
     assert f"leave it {field.default!r}" in message
-
-
-PREDICATES = {
-    "delayed": DelayedScaling,
-    "float8_current_scaling": Float8CurrentScaling,
-    "float8_block_scaling": Float8BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "mxfp4": MXFP4BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
-}
-
-
-@pytest.mark.parametrize("kind", RECIPES.values())
-def test_predicates_tell_schemes_apart(kind):
-    """Of classes and of recipes."""
-    for name, scheme in PREDICATES.items():
-        assert getattr(kind, name)() is getattr(kind(), name)() is (kind is scheme), name
-    per_tensor = kind in (DelayedScaling, Float8CurrentScaling)
-    assert kind().float8_per_tensor_scaling() is per_tensor

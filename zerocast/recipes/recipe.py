@@ -122,43 +122,6 @@ class Recipe(ABC):
         given = (f"{each.name}={value!r}" for each, value in own if value != each.default)
         return f"{type(self).__name__}({', '.join(given)})"
 
-    # --- which scheme it is, by TransformerEngine's names ---
-
-    @classmethod
-    def delayed(cls) -> bool:
-        """Say whether this is :class:`zerocast.DelayedScaling`."""
-        return cls.scheme == "delayed"
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Say whether this is :class:`zerocast.Float8CurrentScaling`."""
-        return cls.scheme == "current"
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Say whether it is one of these two."""
-        return cls.delayed() or cls.float8_current_scaling()
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Say whether this is :class:`zerocast.Float8BlockScaling`."""
-        return cls.scheme == "block"
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Say whether this is :class:`zerocast.MXFP8BlockScaling`."""
-        return cls.scheme == "mxfp8"
-
-    @classmethod
-    def mxfp4(cls) -> bool:
-        """Say whether this is :class:`zerocast.MXFP4BlockScaling`."""
-        return cls.scheme == "mxfp4"
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Say whether this is :class:`zerocast.NVFP4BlockScaling`."""
-        return cls.scheme == "nvfp4"
-
     # --- what a scheme states ---
 
     @property

@@ -1,7 +1,10 @@
 """Recipes: those of zerocast, which have TransformerEngine's names, fields and defaults.
 
-Fields are given by name. ``NVFP4BlockScaling`` has ``disable_rht=True``, and refuses False.
+Fields are given by name. ``NVFP4BlockScaling`` has ``disable_rht=True``, and refuses False. Here
+recipes and their classes get the methods that say which scheme they are of, such as ``nvfp4()``.
 """
+
+from typing import Any
 
 from zerocast import (
     DelayedScaling,
@@ -27,3 +30,26 @@ __all__ = [
     "QParams",
     "Recipe",
 ]
+
+
+_SCHEMES = {
+    "delayed": ("delayed",),
+    "float8_current_scaling": ("current",),
+    "float8_per_tensor_scaling": ("delayed", "current"),
+    "float8_block_scaling": ("block",),
+    "mxfp8": ("mxfp8",),
+    "mxfp4": ("mxfp4",),
+    "nvfp4": ("nvfp4",),
+}
+
+
+def _is_of(schemes: tuple[str, ...]) -> Any:
+    def is_of(cls: type[Recipe]) -> bool:
+        return cls.scheme in schemes
+
+    is_of.__doc__ = f"Say whether this is a recipe of {' or '.join(schemes)} scaling."
+    return classmethod(is_of)
+
+
+for _name, _schemes in _SCHEMES.items():
+    setattr(Recipe, _name, _is_of(_schemes))

@@ -75,9 +75,9 @@ _COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax
 
 def _fields(recipe: Recipe) -> dict[str, str]:
     """Return the attributes of a tensor of this recipe, and the buffers that they are."""
-    if recipe.float8_per_tensor_scaling():
-        return _PER_TENSOR
-    return _NVFP4 if recipe.nvfp4() else _PER_BLOCK
+    return {"delayed": _PER_TENSOR, "current": _PER_TENSOR, "nvfp4": _NVFP4}.get(
+        recipe.scheme, _PER_BLOCK
+    )
 
 
 def _check_field(tensor: QuantizedTensor, field: str) -> None:
