@@ -1,6 +1,7 @@
 """Replacements: functions of another package that zerocast replaces while it is installed there.
 
-Each is replaced by one that gets the former function first, then its arguments. A package whose
+It serves the adapters of Megatron-Core and DeepSpeed, whose tests run it, and goes with them. Each
+function is replaced by one that gets the former one first, then its arguments. A package whose
 functions are not those that zerocast supports is left unchanged.
 """
 

@@ -1,5 +1,9 @@
 """DeepSpeed's ZeRO-1 and ZeRO-2 on weights that hold codes of zerocast.
 
+Serves DeepSpeed 0.19.8. scripts/integration.sh runs tests/integration/test_deepspeed.py beside the
+package. It may go when DeepSpeed lets others make weights from masters, or when the release that it
+serves is no longer in use.
+
 Two lines in a training script, before ``deepspeed.initialize``::
 
     zerocast.adapters.deepspeed.install()

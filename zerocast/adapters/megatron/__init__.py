@@ -1,5 +1,9 @@
 """Megatron-Core's distributed optimizer on weights that hold codes of zerocast.
 
+Serves megatron-core 0.16, and for 4-bit codes its source of August 2026. scripts/integration.sh
+runs tests/integration/test_megatron.py beside the package. It may go when Megatron-Core lets
+others register a class of quantized weights, or when no release that it serves is in use.
+
 Two lines in a training script, before ``DistributedDataParallel`` is made::
 
     zerocast.adapters.megatron.install()

@@ -1,4 +1,8 @@
-"""LinearConverter: zerocast in torchtitan 0.3, as a converter that its configurations name.
+"""LinearConverter: zerocast in torchtitan, as a converter that its configurations name.
+
+Serves torchtitan 0.3. scripts/torchtitan.sh runs tests/adapters/torchtitan and
+tests/integration/test_torchtitan.py beside the package. It may go when torchtitan drops converters
+of configurations, or trains with zerocast.nn.convert on the model that it has built.
 
 In a function of torchtitan's config registry, among the ``converters`` of a model registry::
 
