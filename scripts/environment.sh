@@ -4,6 +4,7 @@
 #                                   everything that the command said, and ends the script
 #   environment DIRECTORY EXTRAS    makes or updates a virtual environment, installs zerocast[EXTRAS] editable into it
 #                                   under constraints.txt, and puts its programs first on PATH
+#   without_skips ARGUMENT...       runs pytest's integration tests, and fails where one of them is skipped, too
 #
 # PYTHON names the interpreter that an environment is made from; default python3.
 
@@ -30,6 +31,16 @@ stage() {
     fi
 }
 
+without_skips() {
+    local said
+    said=$(python -m pytest -q -m integration "$@" 2>&1) || {
+        printf '%s\n' "$said"
+        return 1
+    }
+    printf '%s\n' "$said"
+    ! grep -Eq '[0-9]+ skipped' <<<"$said"
+}
+
 environment() {
     local directory=$1 extras=$2
     stage "environment" make_environment "$directory"
@@ -39,7 +50,17 @@ environment() {
     stage "build" install_zerocast "$extras"
 }
 
-make_environment() {
+make_without_skips() {
+    local said
+    said=$(python -m pytest -q -m integration "$@" 2>&1) || {
+        printf '%s\n' "$said"
+        return 1
+    }
+    printf '%s\n' "$said"
+    ! grep -Eq '[0-9]+ skipped' <<<"$said"
+}
+
+environment() {
     local directory=$1 python=${PYTHON:-python3}
     if [ -x "$directory/bin/pip" ]; then
         return
