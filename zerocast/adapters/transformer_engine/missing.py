@@ -8,7 +8,8 @@ and answers then.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from zerocast import UnsupportedError
@@ -32,14 +33,18 @@ def _text(path: str) -> str:
     )
 
 
-def raise_missing(module: str) -> Callable[[str], NoReturn]:
-    """Make the ``__getattr__`` of ``module``, and let Python ask finders for what it lacks."""
-    vars(sys.modules[module]).setdefault("__path__", [])
+def refuse_missing(package: str) -> None:
+    """Give each module of ``package`` that is loaded a ``__getattr__`` which refuses; let Python
+    ask finders for what it lacks.
+    """
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(f"{package}."):
+            vars(module).setdefault("__path__", [])
+            vars(module)["__getattr__"] = partial(_refuse, name)
 
-    def get(name: str) -> NoReturn:
-        raise MissingNameError(_text(f"{module}.{name}"))
 
-    return get
+def _refuse(module: str, name: str) -> NoReturn:
+    raise MissingNameError(_text(f"{module}.{name}"))
 
 
 class _LastFinder:

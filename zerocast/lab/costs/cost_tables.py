@@ -81,16 +81,10 @@ def as_json(estimates: Estimates, machine: Machine) -> dict[str, Any]:
     """Return everything that estimates hold as numbers, texts, lists and dicts."""
     return {
         name: {
-            "dp": each.dp,
-            "tp": each.tp,
-            "elements": each.elements,
+            **vars(each),
             "traffic": _traffic(each.traffic),
             "tp_traffic": _traffic(each.tp_traffic),
-            "work": {
-                work: {"launches": done.launches, "bytes": done.nbytes}
-                for work, done in each.work.items()
-            },
-            "memory": dict(each.memory),
+            "work": {w: {"launches": d.launches, "bytes": d.nbytes} for w, d in each.work.items()},
             "seconds": each.seconds(machine),
             "machine": machine.name,
         }
@@ -99,13 +93,8 @@ def as_json(estimates: Estimates, machine: Machine) -> dict[str, Any]:
 
 
 def _traffic(traffic: Mapping[tuple[str, str], Any]) -> list[dict[str, Any]]:
+    counted = ("calls", "payload_bytes", "sent_bytes")
     return [
-        {
-            "what": what,
-            "kind": kind,
-            "calls": counted.calls,
-            "payload_bytes": counted.payload_bytes,
-            "sent_bytes": counted.sent_bytes,
-        }
-        for (what, kind), counted in traffic.items()
+        {"what": what, "kind": kind, **{name: getattr(each, name) for name in counted}}
+        for (what, kind), each in traffic.items()
     ]

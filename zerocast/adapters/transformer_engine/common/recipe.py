@@ -16,9 +16,6 @@ from zerocast import (
     QParams,
     Recipe,
 )
-from zerocast.adapters.transformer_engine.missing import raise_missing
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = [
     "DelayedScaling",

@@ -1,6 +1,5 @@
 """The names of the modules below, which TransformerEngine's users import as ``te``."""
 
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch import (
     constants,
     module,
@@ -13,8 +12,6 @@ from zerocast.adapters.transformer_engine.pytorch.module import *
 from zerocast.adapters.transformer_engine.pytorch.quantization import *
 from zerocast.adapters.transformer_engine.pytorch.tensor import *
 from zerocast.nn import checkpoint
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["checkpoint", "constants", "module", "quantization", "quantized_tensor", "tensor"]
 __all__ += constants.__all__

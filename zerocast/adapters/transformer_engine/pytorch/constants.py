@@ -5,9 +5,6 @@ from __future__ import annotations
 import enum
 
 from zerocast import InputError
-from zerocast.adapters.transformer_engine.missing import raise_missing
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["DType"]
 

@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from zerocast import InputError, model_init, nn
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.quantizer import check_one_value
 from zerocast.nn import LayerNorm, RMSNorm
 from zerocast.nn.linear import quantized_if_asked
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]
 

@@ -7,10 +7,7 @@ from zerocast import (
     get_default_recipe,
     quantized_model_init,
 )
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.arguments import check_flag
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = [
     "autocast",

@@ -22,12 +22,9 @@ from typing import Any, ClassVar, cast
 import torch
 
 from zerocast import InputError, MissingDataError, QuantizedTensor, Recipe, UnsupportedError
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer
 from zerocast.arguments import why_unusable
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["QuantizedTensor", "QuantizedTensorStorage", "Quantizer"]
 

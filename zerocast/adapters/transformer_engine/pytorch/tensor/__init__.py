@@ -1,6 +1,5 @@
 """Tensors and quantizers by scheme."""
 
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch import quantized_tensor
 from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import *
 from zerocast.adapters.transformer_engine.pytorch.tensor import (
@@ -17,8 +16,6 @@ from zerocast.adapters.transformer_engine.pytorch.tensor.utils import (
     cast_master_weights_to_fp8,
     replace_raw_data,
 )
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["cast_master_weights_to_fp8", "replace_raw_data"]
 __all__ += quantized_tensor.__all__

@@ -1,12 +1,9 @@
 """FP8 with one scale a block of 128x128 or 1x128: Float8BlockwiseQTensor and its quantizer."""
 
 from zerocast import Float8BlockScaling, QParams
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import SchemeTensor
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
 

@@ -3,12 +3,9 @@
 import torch
 
 from zerocast import DelayedScaling, Float8CurrentScaling, InputError, QParams
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import SchemeTensor
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer, check_one_value
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = [
     "Float8CurrentScalingQuantizer",

@@ -1,12 +1,9 @@
 """MXFP8: MXFP8Tensor and its quantizer."""
 
 from zerocast import MXFP8BlockScaling
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import SchemeTensor
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
 

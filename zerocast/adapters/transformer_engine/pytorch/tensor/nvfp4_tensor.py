@@ -1,12 +1,9 @@
 """NVFP4: NVFP4Tensor and its quantizer."""
 
 from zerocast import InputError, NVFP4BlockScaling, QParams
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
 from zerocast.adapters.transformer_engine.pytorch.quantized_tensor import SchemeTensor
 from zerocast.adapters.transformer_engine.pytorch.quantizer import Quantizer, check_one_value
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
 

@@ -6,10 +6,7 @@ import torch
 
 import zerocast
 from zerocast import post_all_gather_processing, replace_raw_data
-from zerocast.adapters.transformer_engine.missing import raise_missing
 from zerocast.comm import Group
-
-__getattr__ = raise_missing(__name__)
 
 __all__ = [
     "cast_master_weights_to_fp8",
