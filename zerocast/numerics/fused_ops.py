@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ Function = Literal[
 """The operation on a tensor; :class:`FusedOp` has the formulas."""
 
 
-@dataclass(frozen=True, slots=True)
-class FusedOp:
+class FusedOp(NamedTuple):
     """A function of a matrix [M, S], whose result has rows of K elements.
 
     With ``x`` an element of the source and, of a row, ``mean`` and ``variance`` over its K
