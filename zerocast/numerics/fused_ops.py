@@ -28,8 +28,8 @@ class FusedOp(NamedTuple):
         layernorm     (x - mean) / sqrt(variance + eps) * gamma + bias
         rmsnorm       x / sqrt(mean of squares + eps) * gamma
 
-    where ``gamma`` is the weight, 1 + weight, or 1 without a weight. The result lies within 2 units
-    in the last place of BF16 of the same in float64; with a bias, within 2 units of the larger term
+    where ``gamma`` is the weight, 1 + weight, or 1 without a weight. The result is within 2 units
+    in the last place of BF16 of the float64 result; with a bias, within 2 units of the larger term
     of the sum. It is then rounded, once, to the dtype of :attr:`FusedOperand.output`.
 
     Attributes:
