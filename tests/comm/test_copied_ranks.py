@@ -58,17 +58,17 @@ def test_a_node_is_a_host_its_kernel_and_the_namespace_of_processes(
     assert node() == "host2"
 
 
-def test_a_group_that_is_made_again_does_not_hear_the_former_ones_words() -> None:
+def test_a_group_that_is_made_again_does_not_read_the_former_ones_states() -> None:
     """It has its name, in a store that outlives both, as torchrun's does."""
     store, error = dist.HashStore(), ValueError("planted")
-    heard = []
+    found = []
     for _ in range(2):
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         peers = TorchPeers.of(dist.group.WORLD)
         peers._thread.call(lambda: None, 60)  # it has made what it was given before
-        heard.append(peers._store.check(["anybody"]))
+        found.append(peers._store.check(["any state"]))
         peers.announce(error)
         peers._thread.call(lambda: None, 60)
-        heard.append(peers._store.check(["anybody", "0"]))
+        found.append(peers._store.check(["any state", "0"]))
         dist.destroy_process_group()
-    assert heard == [False, True] * 2
+    assert found == [False, True] * 2

@@ -10,7 +10,16 @@ import torch
 
 from tests.support.claims import message_of
 from zerocast.comm import PeerTimeoutError, run_in_process
-from zerocast.comm.failure import LATE, LEFT, LOST, MISMATCH, RAISED, WAITS, Said, peer_error
+from zerocast.comm.failure import (
+    DISCONNECTED,
+    EXITED,
+    LATE,
+    MISMATCH,
+    RAISED,
+    TIMED_OUT,
+    RankState,
+    peer_error,
+)
 from zerocast.errors import InputError, PeerFailedError, RankMismatchError
 
 
@@ -74,29 +83,33 @@ def test_a_timeout_is_a_positive_number(timeout):
 CALL, OTHER = "all_gather_ of 8 bytes", "all_reduce_max_ on torch.int32 [3]"
 SAID = {
     "a rank that does not answer": (
-        {0: Said(WAITS, 7, CALL), 2: Said(WAITS, 7, CALL)},
+        {0: RankState(TIMED_OUT, 7, CALL), 2: RankState(TIMED_OUT, 7, CALL)},
         PeerTimeoutError,
         " within the communicator's timeout of 9 s: ranks 0, 2 waited in it; rank 1 neither came "
         "nor answered.",
     ),
     "a rank in another collective": (
-        {0: Said(WAITS, 7, CALL), 1: Said(WAITS, 6, OTHER), 2: Said(LATE, 7, CALL)},
+        {
+            0: RankState(TIMED_OUT, 7, CALL),
+            1: RankState(TIMED_OUT, 6, OTHER),
+            2: RankState(LATE, 7, CALL),
+        },
         PeerTimeoutError,
         f" within the communicator's timeout of 9 s: rank 0 waited in it; rank 1 waited in {OTHER},"
         " collective 6; rank 2 came later.",
     ),
     "a rank that raised": (
-        {0: Said(WAITS, 7, CALL), 1: Said(RAISED, 6, "OSError: disk full")},
+        {0: RankState(TIMED_OUT, 7, CALL), 1: RankState(RAISED, 6, "OSError: disk full")},
         PeerFailedError,
         ": rank 1 raised OSError: disk full.",
     ),
     "a process that ended": (
-        {0: Said(LOST, 7, CALL), 1: Said(LEFT, 6, "")},
+        {0: RankState(DISCONNECTED, 7, CALL), 1: RankState(EXITED, 6, "")},
         PeerFailedError,
         ": rank 1 has ended.",
     ),
     "a lost connection": (
-        {0: Said(LOST, 7, CALL)},
+        {0: RankState(DISCONNECTED, 7, CALL)},
         PeerFailedError,
         ": rank 0 waited in it; ranks 1, 2 neither came nor answered.",
     ),
@@ -114,6 +127,6 @@ def test_what_ranks_have_said_makes_one_message(case):
 
 def test_different_collectives_are_a_mismatch_on_all_ranks():
     """A rank that saw two ranks call different ones gives all the same text."""
-    error = peer_error(CALL, 7, 3, {1: Said(MISMATCH, 7, "rank 1 called a, rank 2 b")}, 9)
+    error = peer_error(CALL, 7, 3, {1: RankState(MISMATCH, 7, "rank 1 called a, rank 2 b")}, 9)
     assert type(error) is RankMismatchError
     assert str(error) == "rank 1 called a, rank 2 b"

@@ -1,8 +1,7 @@
 """Chooses the backend that does the arithmetic on a device.
 
-CPU tensors go to the native library, CUDA tensors to our kernels. If those cannot run, and on other
-devices, the reference backend is used, which is right everywhere and fast nowhere, with one
-warning.
+CPU tensors go to the native library, CUDA tensors to our kernels. If those cannot run, the
+reference backend is used, which is slow, with one warning. It also serves all other devices.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def backend_for(device: torch.device) -> Backend:
 @contextmanager
 def use_backend(backend: str | Backend) -> Iterator[None]:
     """Prepare operations within the context with this backend: ``"reference"``, ``"cpu"``,
-    ``"cuda"``, or a backend of your own (:class:`zerocast.numerics.Backend`).
+    ``"cuda"``, or a user's object (:class:`zerocast.numerics.Backend`).
 
     A plan keeps the backend that it was made with. The choice belongs to this thread (or asyncio
     task).
@@ -93,7 +92,7 @@ def _named(name: str, index: int | None) -> Backend:
 
 @cache
 def _cuda(index: int) -> Backend:
-    """One backend a GPU, so that kernels are loaded once."""
+    """Return the one backend of a GPU, so that kernels are loaded once."""
     return CudaBackend(DeviceLauncher(torch.device("cuda", index)))
 
 

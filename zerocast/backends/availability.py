@@ -1,8 +1,8 @@
 """Says what the GEMMs of this machine multiply: whether quantizing gains speed, and if not, why.
 
-Every recipe works on every device: where codes cannot be multiplied, a layer multiplies the values
-that they mean. So these functions refuse nothing; they say what a user may expect, and what
-:func:`zerocast.get_default_recipe` chooses by. They speak of the current CUDA device.
+Every recipe works on every device: where codes cannot be multiplied, a layer multiplies the decoded
+values. So these functions refuse nothing; they inform users, and
+:func:`zerocast.get_default_recipe` chooses by them. They describe the current CUDA device.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from zerocast.arguments import check_flag
 
 Answer = bool | tuple[bool, str]
-"""Whether it is so; with ``return_reason=True`` that, and the reason why not, "" if it is."""
+"""Whether it is available; with ``return_reason=True`` also why not, "" if it is."""
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:
     """Say whether the current CUDA device multiplies FP8 matrices; with ``return_reason``, that and
     the reason why not.
 
-    Where it does not, the CPU included, FP8 recipes still work: products are those of the values
-    that the codes mean.
+    Where it does not, the CPU included, FP8 recipes still work: products are those of the decoded
+    values.
     """
     return _answer(_lacks((8, 9), "FP8"), return_reason)
 
@@ -63,7 +63,7 @@ def _answer(lacks: str, return_reason: bool) -> Answer:
 
 
 def _lacks(needed: tuple[int, int], what: str) -> str:
-    """Return what is missing to multiply ``what`` on the current device; empty where nothing is."""
+    """Say what is missing to multiply ``what`` on the current device; empty if nothing is."""
     capability = compute_capability()
     if capability is None:
         return f"{what} products need a CUDA device, and torch sees none."

@@ -49,8 +49,8 @@ class CpuBackend(ReferenceBackend):
     Args:
         isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"`` or ``"baseline"``; None
             for the best that this machine has. All give the same bytes.
-        threads: at most so many threads a launch; None for ``torch.get_num_threads()`` as it is
-            when the launch runs. A forked process casts on one.
+        threads: the most threads of a launch; None for ``torch.get_num_threads()`` at the time of
+            the launch. A forked process casts on one.
 
     Raises:
         BackendError: where the library is missing, stale or cannot be loaded, or this machine does
@@ -114,7 +114,7 @@ class CpuBackend(ReferenceBackend):
             numerics.amax_compute_algo
         )
         if by_callable and any(operand.advances for operand in operands):
-            # Python is called for every tensor, which torch does as well.
+            # Python is called for every tensor, so compiled code would gain nothing.
             return super().compute_scale(numerics, operands)
         rows = [tables.scale_row(t, _address) for t in operands]
         return self._launch("compute_scale", numerics, rows, operands)
@@ -189,9 +189,8 @@ class CpuBackend(ReferenceBackend):
         rows: list[list[int]],
         operands: Sequence[object],
     ) -> Callable[..., None]:
-        """Return the call of ``operation`` over a table of ``rows``, which point into ``operands``:
-        the operands stay alive as long as the call may be made. Each call may be given a further
-        table.
+        """Return the call of ``operation`` over a table of ``rows``, which point into ``operands``;
+        the call keeps the operands alive. A further table may be passed to each call.
         """
         first = [] if numerics is None else [_table([tables.numerics_fields(numerics, self.name)])]
         if not rows:
@@ -252,7 +251,7 @@ def _check_candidate_blocks(operands: Operands) -> None:
 def _address(tensor: torch.Tensor | None) -> int:
     if tensor is None:
         return 0
-    if not (tensor.is_cpu and tensor.is_contiguous()):  # .device costs more than all of it
+    if not (tensor.is_cpu and tensor.is_contiguous()):  # reading .device costs more than both
         raise BackendError(
             f"the cpu backend needs contiguous CPU tensors, got one of shape {tuple(tensor.shape)} "
             f"with strides {tensor.stride()} on {tensor.device}; pass it as .cpu().contiguous()."

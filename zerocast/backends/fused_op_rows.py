@@ -1,4 +1,4 @@
-"""Fused operations for every backend: the row that compiled code is given, and the formulas in
+"""Fused operations for every backend: the row that is passed to compiled code, and the formulas in
 float64.
 """
 
@@ -14,7 +14,7 @@ from zerocast.numerics import NOMINALS, Function, FusedOperand
 
 
 def fused_row(target: FusedOperand, address: Address) -> list[int]:
-    """FusedTable of fused_op.h."""
+    """Return the fields of FusedTable of fused_op.h."""
     operands = (target.source, target.weight, target.bias)
     results = (target.output, target.mean, target.rstd)
     return [
@@ -34,7 +34,7 @@ def fused_row(target: FusedOperand, address: Address) -> list[int]:
 def write_result(target: FusedOperand) -> None:
     """Write the result of float64 arithmetic, rounded, and the mean and rstd of rows."""
     result = _norm(target) if target.op.is_norm else _element_wise(target)
-    # Rounded once more on the way, to FP32, where that is not the aim.
+    # Rounded first to FP32, also where the output has another dtype.
     output = target.output
     values = _with_canonical_nan(result.float().to(output.dtype).float())
     # Which NaN torch's own conversion makes of the canonical one depends on the device, and for
@@ -52,7 +52,7 @@ def _element_wise(target: FusedOperand) -> torch.Tensor:
     if function == "relu":
         return x.relu()
     if function == "gelu":
-        # Not 1 + erf, which loses its digits where erf comes near -1.
+        # Not 1 + erf, which cancels where erf is near -1.
         return x * (0.5 * torch.special.erfc(x * -math.sqrt(0.5)))
     if function == "gelu_tanh":
         return x * (2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).sigmoid()

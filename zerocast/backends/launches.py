@@ -12,7 +12,7 @@ def nothing(*given: object) -> None:
     """Do nothing: the launch of an operation on no elements."""
 
 
-def in_turn(first: Launch, second: Launch) -> Launch:
+def in_sequence(first: Launch, second: Launch) -> Launch:
     """Return the launch of both, one after the other."""
 
     def launch() -> None:
@@ -30,11 +30,11 @@ def with_empty_shards(
     """Return the launch of ``compute_scale`` for ``operands`` that have elements, and of the
     reference for those that have none: tensor-parallel shards that share amaxes.
 
-    Compiled code divides its work by stored scales, of which such a shard may have none. There is
-    next to nothing to do, so plain torch does it.
+    Compiled code divides its work by stored scales, of which such a shard may have none. The work
+    is tiny, so plain torch does it.
     """
     empty = [operand for operand in operands if not operand.grid.numel]
     if not empty:
         return compute_scale(numerics, operands)
     compiled = compute_scale(numerics, [operand for operand in operands if operand.grid.numel])
-    return in_turn(compiled, ReferenceBackend().compute_scale(numerics, empty))
+    return in_sequence(compiled, ReferenceBackend().compute_scale(numerics, empty))

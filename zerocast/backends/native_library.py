@@ -1,8 +1,8 @@
 """Finds and loads the native library, ``libzerocast_cpu``, and says what to do where it is missing.
 
 It is inside the package, in ``zerocast/_native``; an editable install keeps it in a second folder
-that is on the package's path. Those are the only places looked at, no environment variable and no
-search path of the system, so the library that runs is the one that was installed.
+that is on the package's path. No other place is searched, no environment variable and no search
+path of the system, so the library that runs is the one that was installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_library() -> Path:
     """Find the file of the library.
 
     Raises:
-        BackendError: where it is not, with the places looked at and the remedy.
+        BackendError: where there is none, with the places that were searched and the remedy.
     """
     spec = importlib.util.find_spec("zerocast")
     roots = list(spec.submodule_search_locations or ()) if spec else []

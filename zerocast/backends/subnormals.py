@@ -13,13 +13,13 @@ from functools import wraps
 import torch
 
 GRAIN = 1 << 15
-"""Elements from which on torch shares an element-wise operation among its threads."""
+"""The fewest elements of an element-wise operation that torch shares among its threads."""
 
 _lock = threading.Lock()  # the number of threads is the process's: one launch at a time changes it
 
 
 def keeping_subnormals(launch: Callable[[], None]) -> Callable[[], None]:
-    """``launch``, with every subnormal kept: in this thread alone where another would flush."""
+    """Return ``launch`` with every subnormal kept: in this thread alone where another flushes."""
 
     @wraps(launch)
     def guarded() -> None:
@@ -40,14 +40,12 @@ def keeping_subnormals(launch: Callable[[], None]) -> Callable[[], None]:
 
 
 def _this_thread_flushes() -> bool:
-    # A Python float is computed by the instructions that the flag rules, and this costs no launch.
+    # The flag also controls the instructions of Python's floats, and this costs no launch.
     return sys.float_info.min / 2 == 0.0
 
 
 def _any_thread_flushes() -> bool:
-    """Say whether a subnormal is lost in any of the threads that an operation would be shared
-    among.
-    """
+    """Say whether any of the threads that share an operation flushes subnormals."""
     smallest = torch.finfo(torch.float32).tiny
     per_thread = torch.full(
         (torch.get_num_threads() * GRAIN,), smallest, dtype=torch.float32, device="cpu"

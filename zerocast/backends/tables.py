@@ -1,8 +1,8 @@
-"""The tables that compiled code is given: one row a weight, as laid out in
+"""The tables that are passed to compiled code: one row a weight, as laid out in
 ``cuda_src/arithmetic/tables.h``.
 
-Fields are int64, addresses included, in the order of the C structs. What a backend must check of a
-tensor before it takes its address is said by the ``address`` that it passes.
+Fields are int64, addresses included, in the order of the C structs. Each backend passes a function
+``address``, which checks a tensor and returns its address.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SCALE_ROUNDINGS = {"up": 0, "floor": 1, "even": 2}
 
 
 def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
-    """NumericsTable.
+    """Return the fields of NumericsTable.
 
     Raises:
         BackendError: where compiled code has no such numerics; ``backend`` is named.
@@ -101,7 +101,7 @@ def _is_known(numerics: Numerics) -> bool:
 
 
 def grid_fields(grid: BlockGrid) -> list[int]:
-    """Grid."""
+    """Return the fields of Grid."""
     return [grid.rows, grid.cols, grid.block_h, grid.block_w]
 
 
@@ -112,8 +112,9 @@ def cast_row(
     address: Address,
     list_address: Callable[[torch.Tensor], int],
 ) -> list[int]:
-    """CastShard, seen under ``grid``; ``master`` is where compiled code finds its Master, and
-    ``list_address`` finds a list of integers, given on the CPU, where compiled code can read it.
+    """Return the fields of CastShard, seen under ``grid``. ``master`` is the address of its Master,
+    and ``list_address`` returns the address of a list of integers, given on the CPU, that compiled
+    code can read.
     """
     first, *second = shard.cast_planes
     return [
@@ -134,7 +135,7 @@ def cast_row(
 
 
 def adamw_row(update: AdamWUpdate | None, address: Address) -> list[int]:
-    """AdamWUpdate; zeros for none."""
+    """Return the fields of AdamWUpdate; zeros for none."""
     if update is None:
         return [0] * 15
     return [
@@ -150,26 +151,26 @@ def adamw_row(update: AdamWUpdate | None, address: Address) -> list[int]:
 
 @lru_cache(maxsize=64)  # weights share them
 def adamw_numbers(numbers: AdamWNumbers) -> tuple[int, ...]:
-    """Return the numbers of AdamWUpdate: FP32 bit patterns, but for ``from_gradient``."""
+    """Return the numbers of AdamWUpdate: FP32 bit patterns, except ``from_gradient``."""
     values = (getattr(numbers, each.name) for each in fields(numbers))
     return tuple(each if isinstance(each, bool) else float_bits(each) for each in values)
 
 
 def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> list[int]:
-    """CodePlane, seen under ``grid``."""
+    """Return the fields of CodePlane, seen under ``grid``."""
     amax = _from_block_0(address(buffers.block_amax), buffers.first_block, 4)
     return [*grid_fields(grid), amax, address(buffers.codes)]
 
 
 def _from_block_0(address: int, first_block: int, nbytes: int) -> int:
-    """Return where the entry of block 0 would lie, of a tensor at ``address`` that begins with the
-    entry, so many bytes long, of block ``first_block``.
+    """Return the address that the entry of block 0 would have, of a tensor at ``address`` whose
+    first entry, of ``nbytes`` bytes, is that of block ``first_block``.
     """
     return address and address - first_block * nbytes
 
 
 def delayed_fields(operand: TensorOperand, address: Address) -> list[int]:
-    """DelayedState."""
+    """Return the fields of DelayedState."""
     state = operand.delayed
     if state is None:
         return [0] * 4
@@ -184,7 +185,7 @@ def candidate_fields(
     address: Address,
     list_address: Callable[[torch.Tensor], int],
 ) -> list[int]:
-    """Candidates."""
+    """Return the fields of Candidates."""
     if candidates is None:
         return [0] * 7
     return [
@@ -199,7 +200,7 @@ def candidate_fields(
 
 
 def draw_fields(shard: TensorOperand, address: Address) -> list[int]:
-    """RandomBits."""
+    """Return the fields of RandomBits."""
     rounding = shard.rounding
     if rounding is None:
         return [0] * 4
@@ -207,7 +208,7 @@ def draw_fields(shard: TensorOperand, address: Address) -> list[int]:
 
 
 def scale_row(operand: TensorOperand, address: Address) -> list[int]:
-    """ScaleTarget."""
+    """Return the fields of ScaleTarget."""
     first, *second = operand.scaled_planes
     candidates, rounding = operand.candidates, operand.rounding if operand.advances else None
     return [
@@ -224,7 +225,7 @@ def scale_row(operand: TensorOperand, address: Address) -> list[int]:
 
 
 def expand_row(operand: TensorOperand, address: Address) -> list[int]:
-    """ScaleTarget, whose planes have compact scales where amaxes would be."""
+    """Return the fields of ScaleTarget, whose planes have compact scales where amaxes would be."""
     first, *second = (plane_fields(each, address) for each in operand.planes)
     return [*first, *(second[0] if second else [0] * 14), *[0] * 8]
 
@@ -232,7 +233,7 @@ def expand_row(operand: TensorOperand, address: Address) -> list[int]:
 def plane_fields(
     buffers: PlaneBuffers, address: Address, grid: BlockGrid | None = None
 ) -> list[int]:
-    """ScalePlane, seen under ``grid`` where one is given."""
+    """Return the fields of ScalePlane, seen under ``grid`` where one is given."""
     layout, stored = buffers.plane.scales, buffers.scale_inv
     return [
         *grid_fields(layout.grid if grid is None else grid),
@@ -249,7 +250,7 @@ def plane_fields(
 
 
 def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) -> list[int]:
-    """TransposeTarget."""
+    """Return the fields of TransposeTarget."""
     first, second = operand.planes
     for layout in (first.plane.scales, second.plane.scales):
         assert not layout.transposed
@@ -265,7 +266,7 @@ def transpose_row(numerics: Numerics, operand: TensorOperand, address: Address) 
 
 
 def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) -> list[int]:
-    """DequantizeTarget, seen under ``grid``."""
+    """Return the fields of DequantizeTarget, seen under ``grid``."""
     first = operand.planes[0]
     tensors = first.codes, operand.amax, operand.values
     return [*plane_fields(first, address, grid), *map(address, tensors)]
@@ -274,7 +275,7 @@ def dequantize_row(operand: TensorOperand, grid: BlockGrid, address: Address) ->
 def digest_rows(
     ranges: Sequence[DigestedBytes], sums: torch.Tensor, address: Address
 ) -> list[list[int]]:
-    """DigestTarget of each range that has bytes."""
+    """Return the fields of DigestTarget for each range that has bytes."""
     base = address(sums)
     return [
         [address(each.values), each.first, each.values.nbytes, base + 8 * i]
@@ -284,14 +285,14 @@ def digest_rows(
 
 
 def copy_row(copy: CodeCopy, address: Address) -> list[int]:
-    """CopyTarget."""
+    """Return the fields of CopyTarget."""
     return [address(copy.codes), copy.staged, len(copy.codes)]
 
 
 def comparison_row(
     target: Comparison, flags: torch.Tensor, digest: torch.Tensor, address: Address
 ) -> list[int]:
-    """Comparison."""
+    """Return the fields of Comparison."""
     held, values = target.held, target.values
     sizes = values.numel(), values.itemsize, target.first
     return [address(held), address(values), *sizes, address(flags), address(digest)]
@@ -304,7 +305,7 @@ def runs_row(
     data: torch.Tensor,
     address: Address,
 ) -> list[int]:
-    """RunsTarget."""
+    """Return the fields of RunsTarget."""
     values = target.values
     shape = values.numel(), values.itemsize
     return [address(flags), address(values), *shape, address(sizes), address(data)]
@@ -319,7 +320,7 @@ def float_bits(value: float) -> int:
     """Return the bit pattern of ``value`` rounded to FP32, as int32."""
     sign, magnitude = (math.copysign(1, value) < 0) * -(2**31), abs(value)
     if magnitude < torch.finfo(torch.float32).tiny:
-        # An integer multiple of the smallest subnormal, which this thread may be set to flush.
+        # An integer multiple of the smallest subnormal, which this thread may flush to zero.
         return sign + round(magnitude * 2.0**149)
     number = torch.tensor(magnitude, dtype=torch.float32, device="cpu")
     return sign + int(number.view(torch.int32))

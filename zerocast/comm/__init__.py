@@ -1,8 +1,8 @@
 """Communicators connect a rank with the others: one contract, three transports.
 
-In-process ranks are threads (:func:`run_in_process`), MPI ranks come through mpi4py, and any
-torch.distributed ProcessGroup serves. :func:`as_communicator` makes one of whatever a user calls
-their group.
+In-process ranks are threads (:func:`run_in_process`), MPI ranks are reached through mpi4py, and any
+torch.distributed ProcessGroup works. :func:`as_communicator` makes a communicator of any of these
+groups.
 """
 
 from zerocast.comm.agreement import (

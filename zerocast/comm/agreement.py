@@ -1,5 +1,4 @@
-"""Lets ranks agree: they exchange what only some of them can find out, before any of them acts on
-it.
+"""Lets ranks agree: they exchange what only some of them know, before any rank acts on it.
 
 An error that one rank raises alone leaves the others waiting in their next collective. So code that
 may fail on one rank only runs inside :func:`raising_together`, which all ranks enter::
@@ -7,8 +6,8 @@ may fail on one rank only runs inside :func:`raising_together`, which all ranks 
     with raising_together(comm):
         ...                                   # no collective in here
 
-If the same collective agrees on more, the code runs inside an :class:`Attempt`, whose error is
-given to :func:`agree`, for example.
+Where one collective is to agree on errors and on something else, the code runs inside an
+:class:`Attempt`, whose error is given to a function such as :func:`agree`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from zerocast.errors import InputError, RankMismatchError, ZerocastError
 
 _ERROR_VOTE = 2**31 - 1
 _DIGEST_WORDS = 5
-"""Words of 30 bits by which texts are compared: none is the vote of an error."""
+"""Words of 30 bits by which texts are compared; no word equals the vote of an error."""
 
 
 _WRONG_ARGUMENT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -32,7 +31,7 @@ _WRONG_ARGUMENT = (TypeError, ValueError, LookupError, AttributeError, Arithmeti
 
 
 class Attempt:
-    """Keeps an exception of its ``with`` block until all ranks can be told of it.
+    """Keeps an exception of its ``with`` block until ranks exchange their errors.
 
     Exceptions that end a program (``KeyboardInterrupt``, ``SystemExit``) are not kept.
 
@@ -45,7 +44,7 @@ class Attempt:
         self.error: ZerocastError | None = None
 
     def __enter__(self) -> None:
-        """Begin what may fail."""
+        """Begin the code that may fail."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception):
@@ -61,13 +60,13 @@ class Attempt:
 
 def raise_together(comm: Communicator, error: ZerocastError | None, said: bool = False) -> bool:
     """Collective: raise on every rank of ``comm`` if any has an ``error``, else on none; return
-    whether any has ``said`` yes.
+    whether any passed ``said=True``.
 
     While no rank has an error it costs an all-reduce of one int32.
 
     Raises:
-        ZerocastError: on all ranks the lowest failing rank's type, with one message that says which
-            ranks said what. On a group of one rank the error as it is.
+        ZerocastError: on all ranks, of the lowest failing rank's type, with one message that lists
+            the errors by rank. On a group of one rank the error as it is.
     """
     return _highest(comm, [int(said)], error) != [0]
 
@@ -167,19 +166,19 @@ def _highest(comm: Communicator, votes: list[int], error: ZerocastError | None) 
 
 
 def _common_error(comm: Communicator, error: ZerocastError | None) -> ZerocastError:
-    said = comm.all_gather_object(None if error is None else (_known_type(error), str(error)))
+    reports = comm.all_gather_object(None if error is None else (_known_type(error), str(error)))
     ranks_of: dict[str, list[int]] = {}
-    for rank, report in enumerate(said):
+    for rank, report in enumerate(reports):
         if report is not None:
             ranks_of.setdefault(report[1], []).append(rank)
-    kind: type[ZerocastError] = next(report[0] for report in said if report is not None)
+    kind: type[ZerocastError] = next(report[0] for report in reports if report is not None)
     return kind(
         "\n".join(f"on {_name(ranks, comm.size)}: {message}" for message, ranks in ranks_of.items())
     )
 
 
 def _known_type(error: ZerocastError) -> type[ZerocastError]:
-    """Return the nearest type that every rank has and can make of one text: not a caller's
+    """Return the nearest type that every rank has and can make from one text: not a caller's
     subclass.
     """
     return next(kind for kind in type(error).__mro__ if kind.__module__.startswith("zerocast."))

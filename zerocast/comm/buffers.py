@@ -67,7 +67,7 @@ def _check_memory(what: str, buffer: torch.Tensor) -> None:
         raise InputError(f"{what} takes a tensor, got {type(buffer).__name__}.")
     problem = why_no_memory(buffer)
     if problem is not None:
-        raise InputError(f"{what} takes a tensor with memory of its own, got {problem}.")
+        raise InputError(f"{what} takes a tensor with its own memory, got {problem}.")
     if not buffer.is_contiguous():
         raise InputError(
             f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with "
@@ -136,8 +136,8 @@ def exchange_operands(
     given = AllToAllOperands(out, flat, takes, gives, received is None and sent is None)
     if given.is_in_place and len({*takes, *gives}) > 1:
         raise InputError(
-            f"all_to_all in place takes equal parts, got {gives} and {takes} bytes; give an output "
-            "of its own."
+            f"all_to_all in place takes equal parts, got {gives} and {takes} bytes; give a "
+            "separate output."
         )
     return given
 
@@ -174,7 +174,7 @@ def _parts(what: str, buffer: torch.Tensor, counts: Parts, size: int) -> list[in
 def scatter_operands(
     output: torch.Tensor, buffer: torch.Tensor, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``output`` and ``buffer`` of a reduce-scatter as 1-D tensors outside autograd.
+    """Return ``output`` and ``buffer`` of a reduce-scatter as 1-D tensors outside autograd.
 
     Raises:
         InputError: for a wrong dtype, a tensor that is not contiguous, or lengths that do not fit.

@@ -113,7 +113,7 @@ class Communicator(ABC):
         Args:
             output: float32, contiguous; may be this rank's own part of ``buffer``.
             buffer: float32, contiguous, ``size * output.numel()`` elements, parts in rank order.
-                It holds no particular values afterwards, but for an ``output`` that lies in it.
+                Afterwards its values are unspecified, except for an ``output`` that is part of it.
         """
         output, parts = buffers.scatter_operands(output, buffer, self.size)
         self.start_all_to_all(parts, parts)()
@@ -157,7 +157,7 @@ class Communicator(ABC):
         """Return every rank's ``obj`` (small, picklable), in rank order.
 
         It is for what is agreed on once, not for tensors. It takes two all-gathers of bytes unless
-        the transport has a better way.
+        the transport has a cheaper form.
         """
         pickled = buffers.pickled(obj)
         counts = torch.zeros(self.size, dtype=torch.int64, device="cpu")
@@ -170,13 +170,13 @@ class Communicator(ABC):
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def announce(self, error: BaseException) -> None:  # noqa: B027  (not every transport can)
-        """Tell the other ranks, where the transport can, that ``error`` keeps this one from the
+        """Notify the other ranks, where the transport can, that ``error`` keeps this one from the
         next collective: those that wait in it raise :class:`zerocast.PeerFailedError` with its
         message. Not collective; it neither waits nor raises.
         """
 
     def stages(self, device: torch.device) -> bool:
-        """Say whether tensors on ``device`` travel by way of a copy in another device's memory."""
+        """Say whether tensors on ``device`` are sent from a copy in another device's memory."""
         return False
 
     def captures(self, device: torch.device) -> bool:

@@ -1,11 +1,10 @@
-"""Limits how long ranks wait for each other, and makes the errors of ranks that have waited in
-vain.
+"""Limits how long ranks wait for each other, and makes the errors of ranks that time out.
 
-Every collective ends: with its result, or with an error on every rank that is still there. A rank
-that waits longer than its communicator's timeout gives up and tells the others, which then give up,
-too. A rank that raises an exception in the middle of a cast or a step tells them by
-:class:`announcing`. Each transport sends these states in its own way; the errors that follow from
-them are made here.
+Every collective ends: with its result, or with an error on every rank that still runs. A rank that
+waits longer than its communicator's timeout stops waiting and notifies the others, which then stop,
+too. A rank that raises an exception in the middle of a cast or a step notifies them by
+:class:`announcing`. Each transport has its own channel for these states; the errors that follow
+from them are made here.
 
 NOT here: errors that all ranks agree on, after which the group goes on
 (:mod:`zerocast.comm.agreement`).
@@ -31,21 +30,23 @@ DEFAULT_TIMEOUT = 600.0
 """Seconds, as NCCL's groups wait: for the slowest rank's checkpoint, or its first compilation."""
 
 GRACE = 1.0
-"""The most seconds in which others can tell their states, before an error is raised."""
+"""The most seconds in which others can report their states, before an error is raised."""
 
-WAITS, LOST, LATE, RAISED, MISMATCH, LEFT = "waits", "lost", "late", "raised", "mismatch", "left"
-"""The states that a rank can tell the others."""
+TIMED_OUT, DISCONNECTED, LATE = "timed out", "disconnected", "late"
+RAISED, MISMATCH, EXITED = "raised", "mismatch", "exited"
+"""The states that a rank can report to the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """The state that a rank has told the others.
+class RankState:
+    """The state that a rank has reported to the others.
 
     Attributes:
-        kind: :data:`WAITS`, it has given up in a collective; :data:`LOST`, so has the transport,
-            because a connection is lost; :data:`LATE`, it called a collective after others had
-            given up; :data:`RAISED`, an exception ended its work; :data:`MISMATCH`, it has seen two
-            ranks call different collectives; :data:`LEFT`, its process ends.
+        kind: :data:`TIMED_OUT`, it has waited too long in a collective; :data:`DISCONNECTED`, the
+            transport has ended its collective, because a connection is lost; :data:`LATE`, it
+            called a collective after others had timed out; :data:`RAISED`, an exception ended its
+            work; :data:`MISMATCH`, it has seen two ranks call different collectives;
+            :data:`EXITED`, its process ends.
         count: the number of collectives of the group that it has begun.
         text: the collective, or the message.
     """
@@ -67,8 +68,8 @@ def check_timeout(timeout: object) -> float:
     return float(timeout)  # type: ignore[arg-type]
 
 
-def told(error: BaseException) -> str:
-    """Return what other ranks are told of an exception."""
+def described(error: BaseException) -> str:
+    """Return the text by which other ranks learn of an exception."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -78,7 +79,12 @@ def grace(timeout: float) -> float:
 
 
 def peer_error(
-    call: str, count: int, size: int, said: Mapping[int, Said], timeout: float, seen: str = ""
+    call: str,
+    count: int,
+    size: int,
+    states: Mapping[int, RankState],
+    timeout: float,
+    seen: str = "",
 ) -> ZerocastError:
     """Return the error of a rank whose collective does not end.
 
@@ -86,19 +92,19 @@ def peer_error(
         call: the collective that this rank waits in.
         count: its place among the group's collectives.
         size: the size of the group.
-        said: the states that ranks have told, by rank, this rank's included.
+        states: the states that ranks have reported, by rank, this rank's included.
         timeout: the communicator's.
         seen: the transport's own message, if there is one.
     """
-    mismatch = next((words.text for words in said.values() if words.kind == MISMATCH), None)
+    mismatch = next((each.text for each in states.values() if each.kind == MISMATCH), None)
     if mismatch is not None:
         return RankMismatchError(mismatch)
-    why = {rank: words for rank, words in said.items() if words.kind in (RAISED, LEFT)}
-    states: dict[str, list[int]] = {}
+    why = {rank: each for rank, each in states.items() if each.kind in (RAISED, EXITED)}
+    alike: dict[str, list[int]] = {}
     for rank in why or range(size):
-        states.setdefault(_state(said.get(rank), call, count), []).append(rank)
-    listed = "; ".join(f"{name(ranks)} {state}" for state, ranks in states.items())
-    broken = bool(why or seen) or any(words.kind == LOST for words in said.values())
+        alike.setdefault(_in_words(states.get(rank), call, count), []).append(rank)
+    listed = "; ".join(f"{name(ranks)} {text}" for text, ranks in alike.items())
+    broken = bool(why or seen) or any(each.kind == DISCONNECTED for each in states.values())
     within = "" if broken else f" within the communicator's timeout of {timeout:g} s"
     because = f" ({seen})" if seen else ""
     kind = PeerFailedError if broken else PeerTimeoutError
@@ -108,15 +114,15 @@ def peer_error(
     )
 
 
-def _state(said: Said | None, call: str, count: int) -> str:
-    if said is None:
+def _in_words(state: RankState | None, call: str, count: int) -> str:
+    if state is None:
         return "neither came nor answered"
-    if said.kind == LATE:
+    if state.kind == LATE:
         return "came later"
-    if said.kind in (WAITS, LOST):
-        same = (said.count, said.text) == (count, call)
-        return "waited in it" if same else f"waited in {said.text}, collective {said.count}"
-    return f"raised {said.text}" if said.kind == RAISED else "has ended"
+    if state.kind in (TIMED_OUT, DISCONNECTED):
+        same = (state.count, state.text) == (count, call)
+        return "waited in it" if same else f"waited in {state.text}, collective {state.count}"
+    return f"raised {state.text}" if state.kind == RAISED else "has ended"
 
 
 def name(ranks: Sequence[int]) -> str:
@@ -125,7 +131,7 @@ def name(ranks: Sequence[int]) -> str:
 
 
 class announcing:
-    """Tells the ranks of ``comms`` of an exception that ends the context, unless they raise it,
+    """Notifies the ranks of ``comms`` of an exception that ends the context, unless they raise it,
     too: a :class:`ZerocastError` that did not come out of :class:`alone`.
     """
 
@@ -133,7 +139,7 @@ class announcing:
         self._comms = comms
 
     def __enter__(self) -> None:
-        """Begin what ranks are told of."""
+        """Begin what other ranks are notified of."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # An interrupt, too: the others must not wait for this rank.
@@ -143,7 +149,7 @@ class announcing:
 
 
 class alone(ContextDecorator):
-    """Marks errors of the context as this rank's alone, which it tells others by
+    """Marks errors of the context as this rank's alone, which others learn of by
     :class:`announcing` only. The context has no collectives and no :class:`Attempt`.
     """
 

@@ -116,9 +116,9 @@ class InProcessCommunicator(Communicator, Uncopied):
             return
         call = _Call(signature, flat)
         for rank, theirs in enumerate(self._rendezvous(call, list)):
-            if rank != self.rank:  # nobody writes the part that others read
+            if rank != self.rank:  # no rank writes the part that others read
                 flat[parts[rank]].copy_(theirs[parts[rank]])
-            del theirs  # its rank may let go of it before this thread runs again
+            del theirs  # its rank may free it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
 
     def reduce_scatter_sum(self, output: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class InProcessCommunicator(Communicator, Uncopied):
         call = _Call(("all_to_all",), (flat, takes, gives))
         given = self._rendezvous(call, _fitting)
         arrived = torch.cat([theirs.split(sizes)[self.rank] for theirs, _, sizes in given])
-        del given  # their ranks may let go of it before this thread runs again
+        del given  # their ranks may free it before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
         out.copy_(arrived)
         return nothing_to_wait_for
@@ -185,8 +185,8 @@ class InProcessCommunicator(Communicator, Uncopied):
     def _reduce(
         self, signature: _Signature, flat: torch.Tensor, combine: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Reduce the ranks' tensors by ``combine`` in rank order: the last rank to come those of
-        one grain, in a single rendezvous, and of more each rank a range of the elements.
+        """Reduce the ranks' tensors by ``combine`` in rank order. Up to one grain, the last rank to
+        arrive reduces all, in a single rendezvous; else each rank reduces a range of the elements.
         """
         if flat.numel() * self.size <= _GRAIN:
 
@@ -217,7 +217,7 @@ class InProcessCommunicator(Communicator, Uncopied):
         call = _Call(signature, flat)
         result, tensors = self._rendezvous(call, begin)
         fill(result, tensors)
-        del tensors  # their ranks may let go of them before this thread runs again
+        del tensors  # their ranks may free them before this thread runs again
         self._group.rendezvous(self.rank, call, None, lambda brought: None)
         return result
 
@@ -237,7 +237,7 @@ class InProcessCommunicator(Communicator, Uncopied):
 
         outcome = self._group.rendezvous(self.rank, call, call, compare)
         if isinstance(outcome, RankMismatchError):
-            raise RankMismatchError(*outcome.args)  # an exception of each rank's own
+            raise RankMismatchError(*outcome.args)  # a separate exception on each rank
         return outcome
 
 

@@ -8,7 +8,7 @@ tensor, another would change its values).
 One call moves at most ``chunk`` items, below MPI's classic limit of 2**31 - 1, so tensors of any
 length work the same with every MPI library, not only with one that has MPI-4's large counts.
 
-NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.mpi_peers`).
+NOT here: how a rank waits, and how failures are handled (:mod:`zerocast.comm.mpi_peers`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TAG = 24331
-"""The tag of an all-to-all's messages, which tells them from a caller's on the same communicator.
-"""
+"""The tag of an all-to-all's messages, to keep them apart from a caller's on the communicator."""
 
 
 def import_mpi() -> Any:
@@ -62,8 +61,8 @@ class MpiCommunicator(ProcessCommunicator):
         comm: the intracommunicator; None means ``MPI.COMM_WORLD``. The caller frees it.
         timeout: the seconds that a collective waits for other ranks.
         chunk: the most items that one MPI call moves.
-        cuda_aware: whether this MPI library takes addresses of a GPU's memory, which cannot be
-            asked of it. A library that does not take them ends the process.
+        cuda_aware: whether this MPI library takes addresses of a GPU's memory; MPI has no query
+            for it. A library that does not take them ends the process.
 
     Raises:
         BackendError: where mpi4py or the MPI library is missing.
@@ -127,7 +126,7 @@ class MpiCommunicator(ProcessCommunicator):
     def _start(self, call: str, begin: Begin, memory: Any, *, reduces: bool = False) -> Wait:
         return self._peers.start(call, begin, memory, self.timeout, reduces=reduces)
 
-    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` once a GPU has done all that writes it."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()

@@ -2,7 +2,7 @@
 
 MPI itself has no timeouts, and if ranks call different collectives it waits for ever or mixes their
 data. So collectives are begun without blocking. This module waits for them, and meanwhile checks
-the time, interrupts, and what others tell:
+the time, interrupts, and the states of others:
 
 - With each collective a rank sends a message of 136 bytes to the next rank: what it calls, and its
   number in the order of calls. The ring of these messages shows a rank that skips or repeats one,
@@ -10,12 +10,12 @@ the time, interrupts, and what others tell:
   the number of ranks has bits, each time to a rank twice as far away, so that none begins where
   ranks call different ones. Maxima of a few numbers go round in them, and take no reduction; so
   does a number of each rank's node, by which all know at the same time whether they share one.
-- A rank that gives up, or raises, tells each other rank once. They look for such notices when they
-  begin a collective and, while they wait, every millisecond.
-- A process that ends by an exception tells it, too. MPI ends a process only when all processes end,
-  so it then aborts the job, after :data:`_LAST` seconds if others have not ended.
+- A rank that times out, or raises, notifies each other rank once. They poll for such notices when
+  they begin a collective and, while they wait, every millisecond.
+- A process that ends by an exception sends a notice, too. MPI ends a process only when all
+  processes end, so it then aborts the job, after :data:`_LAST` seconds if others have not ended.
 
-The memory of a collective that was given up is kept until the process ends.
+The memory of an abandoned collective is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from zerocast.comm.communicator import Wait
-from zerocast.comm.failure import LEFT, Said
+from zerocast.comm.failure import EXITED, RankState
 from zerocast.comm.peers import Begin, Call, Peers
 from zerocast.errors import PeerFailedError, ZerocastError
 
@@ -58,7 +58,7 @@ class MpiPeers(Peers):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._mpi, self._comm = mpi, mpi.Intracomm(comm)
         self._distances = [1 << i for i in range((self._size - 1).bit_length())]
-        self._left: set[int] = set()
+        self._exited: set[int] = set()
         self._kept: list[Any] = []
         self._waits: dict[int, Wait] = {}  # by number, of collectives that are under way
         self._status = mpi.Status()
@@ -68,10 +68,10 @@ class MpiPeers(Peers):
 
     @classmethod
     def of(cls, mpi: Any, comm: MPI.Intracomm) -> MpiPeers:
-        """Return those of ``comm``: the same for every object that stands for it."""
+        """Return the object of ``comm``, the same for every Python object that refers to it."""
         if MpiPeers._key is None:
             MpiPeers._key = mpi.Comm.Create_keyval()
-            # What MPI deletes when it is finalized, before anything else.
+            # MPI deletes this attribute when it is finalized, before anything else.
             mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_end_collectives), True)
         peers: Any = comm.Get_attr(MpiPeers._key)
         if peers is None:
@@ -94,8 +94,8 @@ class MpiPeers(Peers):
                 then no rank begins before all have called it.
 
         Raises:
-            ZerocastError: where the group has failed before, or another rank has told that it will
-                not call it. What is returned raises, too, as :class:`Communicator` says.
+            ZerocastError: where the group has failed before, or another rank has reported that
+                it will not call it. The returned wait raises as :class:`Communicator` says.
         """
         made = self._call(call, timeout)
         with self._failing(made, memory):
@@ -115,7 +115,7 @@ class MpiPeers(Peers):
             with self._failing(made, memory):
                 if header is not None:
                     self._compare(made, *header)
-                for request in requests:  # to ask for all of many again would take longer
+                for request in requests:  # testing all of many again would take longer
                     self._until(made, request.Test)
                 self._until(made, functools.partial(self._mpi.Request.Testall, made.requests))
 
@@ -165,8 +165,8 @@ class MpiPeers(Peers):
             if now - looked < 1e-3:
                 continue
             looked = now
-            self._listen()
-            self._look(made)
+            self._poll()
+            self._check_peers(made)
             if now - made.begun > _BUSY:
                 time.sleep(1e-4)
 
@@ -176,24 +176,24 @@ class MpiPeers(Peers):
     def _seen(self, error: BaseException) -> str | None:
         return str(error) if isinstance(error, self._mpi.Exception) else None
 
-    # --- what ranks tell ---
+    # --- the states of ranks ---
 
-    def _send(self, words: Said) -> None:
+    def _send(self, state: RankState) -> None:
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
-            self._kept += [self._comm.isend(words, rank, _NOTICE_TAG) for rank in others]
+            self._kept += [self._comm.isend(state, rank, _NOTICE_TAG) for rank in others]
         except self._mpi.Exception:  # MPI sends no more; ranks that wait have their timeout
             return
 
-    def _listen(self) -> None:
+    def _poll(self) -> None:
         status = self._status
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG, status):
             rank = status.Get_source()
-            words = self._comm.recv(source=rank, tag=_NOTICE_TAG)
-            if words.kind == LEFT:
-                self._left.add(rank)
-            if words.kind != LEFT or rank not in self._said:  # which says why
-                self._said[rank] = words
+            state = self._comm.recv(source=rank, tag=_NOTICE_TAG)
+            if state.kind == EXITED:
+                self._exited.add(rank)
+            if state.kind != EXITED or rank not in self._states:  # an earlier state says why
+                self._states[rank] = state
 
     # --- the end of MPI and of the process ---
 
@@ -204,21 +204,21 @@ class MpiPeers(Peers):
                 wait()
 
     def leave(self, error: BaseException | None) -> bool:
-        """Tell the others that this process ends, where ``error`` ends it or the group has failed;
-        return whether it has.
+        """Notify the others that this process ends, where ``error`` ends it or the group has
+        failed; return whether either is so.
         """
         if error is not None:
             self.announce(error)
         elif self._failure is None:
             return False
         self._failure = self._failure or PeerFailedError("this process ends")
-        self._tell(Said(LEFT, self._count, ""))
+        self._publish(RankState(EXITED, self._count, ""))
         return True
 
     def all_left(self) -> bool:
         """Say whether all others end as well."""
-        self._listen()
-        return len(self._left) == self._size - 1
+        self._poll()
+        return len(self._exited) == self._size - 1
 
 
 def _end_collectives(*_: Any) -> None:
@@ -244,4 +244,4 @@ def _leave_all() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(_PRINTS)
-        mpi.COMM_WORLD.Abort(1)  # Finalize would wait for them, and for what was given up
+        mpi.COMM_WORLD.Abort(1)  # Finalize would wait for them, and for abandoned collectives

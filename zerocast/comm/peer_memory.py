@@ -1,13 +1,13 @@
 """The memory of other processes of one machine, which the system may let a process read.
 
 On Linux that takes ``process_vm_readv``: between processes of one user, unless a container or
-ptrace's settings (Yama) forbid it. It reads what is there; who writes it when is for the caller to
-settle with the other process.
+ptrace's settings (Yama) forbid it. It reads what is there; the caller synchronizes reads with the
+writes of the other process.
 
-A number of a process may mean another process here than there, or this one: containers of one host
-have process 1 each, and copies of one process (forked, or restored from a snapshot) have the same
-memory at the same addresses. So what is read proves each time that it is the one that is meant, by
-a number that was drawn for that reading and is no other rank's.
+One process number may mean different processes in two containers: containers of one host have
+process 1 each, and copies of one process (forked, or restored from a snapshot) have the same memory
+at the same addresses. So each reading first checks a random token, which was drawn for that reading
+and is no other rank's.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _RANK_BITS = 23
 
 
 def draw_token(rank: int) -> ctypes.c_int64:
-    """Draw a number by which others know the process of ``rank`` as long as they read its memory.
+    """Draw a number that identifies the process of ``rank`` while others read its memory.
 
-    It is drawn for each reading, because copies of a process have what it drew before. It contains
-    the rank, because copies of a machine may draw alike: so a rank never takes itself for a peer.
+    It is drawn for each reading, because copies of a process have its earlier numbers. It contains
+    the rank, because copies of a machine may draw equal numbers: so a rank never takes itself for a
+    peer.
     """
     return ctypes.c_int64(secrets.randbits(63 - _RANK_BITS) << _RANK_BITS | rank)
 
@@ -49,8 +50,8 @@ class PeerBuffer(NamedTuple):
 
     @classmethod
     def of(cls, buffer: torch.Tensor, token: ctypes.c_int64) -> PeerBuffer:
-        """Return what other processes need to know of ``buffer``, on the CPU and contiguous; both
-        are to be kept until they have read.
+        """Return what other processes need in order to read ``buffer``, on the CPU and contiguous.
+        Keep both until they have read it.
         """
         return cls(os.getpid(), buffer.data_ptr(), ctypes.addressof(token), token.value)
 
@@ -69,7 +70,7 @@ def read(peer: PeerBuffer, start: int, into: torch.Tensor) -> None:
 
 
 class _Iovec(ctypes.Structure):
-    """What ``process_vm_readv`` takes of a range of memory."""
+    """A range of memory, as ``process_vm_readv`` takes it."""
 
     _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
 

@@ -1,7 +1,7 @@
 """Peers: the states of a group's other ranks, each a process, as one process knows them.
 
 All communicators of one group in a process share one object, because they share the order of its
-collectives. A transport adds how ranks tell each other their states.
+collectives. A transport adds how ranks exchange their states.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from zerocast.comm.failure import (
+    DISCONNECTED,
     GRACE,
     LATE,
-    LOST,
     MISMATCH,
     RAISED,
-    WAITS,
-    Said,
+    TIMED_OUT,
+    RankState,
+    described,
     grace,
     peer_error,
-    told,
 )
 from zerocast.errors import PeerFailedError, RankMismatchError, ZerocastError
 
@@ -54,10 +54,10 @@ class Call:
         count: its place among the group's collectives.
         timeout: seconds to wait for others.
         begun: when this rank called it.
-        raised: the count that this rank told with its last exception, if any: the same on all ranks
-            that go on from it together.
+        raised: the count that this rank reported with its last exception, if any: the same on all
+            ranks that go on from it together.
         requests: the requests of all that is sent and received for it.
-        heard_at: when this rank was told that another makes no further collectives.
+        failure_seen_at: when this rank learned that another makes no further collectives.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Call:
     begun: float
     raised: int | None = None
     requests: list[Any] = field(default_factory=list)
-    heard_at: float | None = None
+    failure_seen_at: float | None = None
 
     @property
     def header(self) -> bytes:
@@ -76,9 +76,9 @@ class Call:
 
 
 def node() -> str:
-    """Return what tells this process's node from others: its host's name and, on Linux, the start
-    of its kernel and its namespace of processes. Asked of the system each time, because a process
-    may be a copy of one elsewhere.
+    """Return what identifies this process's node: its host's name and, on Linux, the start of its
+    kernel and its namespace of processes. It is read each time, because a process may be a copy of
+    one elsewhere.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):
@@ -93,27 +93,27 @@ class Peers(ABC):
 
     Attributes:
         share_node: whether all ranks are known to be on one node, where each knows the others'
-            processes by the same numbers: since they have told, with maxima at the latest, so on
-            all of them alike.
-        reads_memory: whether none is known to be unable to read the memory of another: on all of
-            them alike.
+            processes by the same numbers. They exchange that with maxima at the latest, so all
+            ranks know it at the same time.
+        reads_memory: False once a rank is known to be unable to read the memory of another; the
+            same on all ranks.
     """
 
-    _listens_first: ClassVar[bool] = True
-    """Whether a rank listens when it calls a collective, and not only while it waits."""
+    _polls_first: ClassVar[bool] = True
+    """Whether a rank polls when it calls a collective, and not only while it waits."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._node = zlib.crc32(node().encode()) >> 1
         self.share_node, self.reads_memory = False, True
         self._count = 0
-        self._said: dict[int, Said] = {}
+        self._states: dict[int, RankState] = {}
         self._failure: ZerocastError | None = None
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others what keeps this rank from the next collective."""
+        """Notify the others of what keeps this rank from the next collective."""
         if self._failure is None:
-            self._tell(Said(RAISED, self._count, told(error)))
+            self._publish(RankState(RAISED, self._count, described(error)))
 
     # --- a transport's own ---
 
@@ -124,16 +124,16 @@ class Peers(ABC):
         """
 
     @abstractmethod
-    def _send(self, words: Said) -> None:
-        """Send ``words`` to all other ranks without waiting for them."""
+    def _send(self, state: RankState) -> None:
+        """Send ``state`` to all other ranks without waiting for them."""
 
     @abstractmethod
-    def _listen(self) -> None:
-        """Store in ``_said`` what other ranks have told."""
+    def _poll(self) -> None:
+        """Store in ``_states`` what other ranks have reported."""
 
     @abstractmethod
     def _keep(self, made: Call, memory: Any) -> None:
-        """Keep the memory that a collective which was given up may still read and write."""
+        """Keep the memory that an abandoned collective may still read and write."""
 
     @abstractmethod
     def _seen(self, error: BaseException) -> str | None:
@@ -143,65 +143,65 @@ class Peers(ABC):
 
     def _call(self, text: str, timeout: float) -> Call:
         """Begin to call a collective; raise where it cannot come to an end."""
-        own = self._said.get(self._rank)
+        own = self._states.get(self._rank)
         raised = own.count if own is not None and own.kind == RAISED else None
         made = Call(text, self._count + 1, timeout, time.monotonic(), raised)
-        if self._listens_first:
-            self._listen()
-        self._look(made, LATE)
+        if self._polls_first:
+            self._poll()
+        self._check_peers(made, LATE)
         return made
 
-    def _look(self, made: Call, kind: str = WAITS) -> None:
-        """Raise if, by what was heard, the collective cannot be expected to end; then this rank
-        tells the others ``kind``.
+    def _check_peers(self, made: Call, kind: str = TIMED_OUT) -> None:
+        """Raise if, by the states received, the collective cannot be expected to end; then this
+        rank reports ``kind`` to the others.
         """
         if self._failure is not None:
             raise PeerFailedError(
                 f"{made.text} cannot end after a failure of its group: {self._failure}"
             )
-        lost, now = self._lost(), time.monotonic()
-        if lost is not None:
+        stopped, now = self._stopped_after(), time.monotonic()
+        if stopped is not None:
             # A rank that raised after it had begun this collective may still complete it.
-            made.heard_at = made.heard_at or now
-            if lost < made.count or now - made.heard_at > GRACE:
+            made.failure_seen_at = made.failure_seen_at or now
+            if stopped < made.count or now - made.failure_seen_at > GRACE:
                 raise self._fail(made, kind=kind)
         if now - made.begun > made.timeout - grace(made.timeout):
             raise self._fail(made)
 
-    def _lost(self) -> int | None:
+    def _stopped_after(self) -> int | None:
         """Return the fewest collectives begun by a rank that makes no further ones; None if there
         is no such rank.
         """
-        own = self._said.get(self._rank)
+        own = self._states.get(self._rank)
         here = own and (own.kind, own.count)
         return min(
             (
-                words.count if words.kind == RAISED else 0
-                for rank, words in self._said.items()
+                state.count if state.kind == RAISED else 0
+                for rank, state in self._states.items()
                 # Ranks that all raise at the same place can go on from there together.
-                if rank != self._rank and (words.kind, words.count) != here
+                if rank != self._rank and (state.kind, state.count) != here
             ),
             default=None,
         )
 
     def _numbers(self, given: Sequence[int]) -> list[int]:
-        """Return the numbers whose maxima are told: those given, and what says where ranks are."""
+        """Return the numbers whose maxima are exchanged: those given, and two of this node."""
         return [*given, self._node, -self._node]
 
     def _learn(self, largest: Sequence[int]) -> list[int]:
-        """Take note whether ranks share a node; return the maxima of the numbers given."""
+        """Record whether ranks share a node; return the maxima of the numbers given."""
         *found, last, first = largest
         self.share_node = last == -first
         return found
 
     @staticmethod
     def _message(made: Call, numbers: Sequence[int] = ()) -> bytearray:
-        """What this rank sends of a call, of the same length for any numbers."""
+        """Return the message of a call, of the same length for any numbers."""
         return bytearray(made.header + struct.pack(f"{len(numbers)}i", *numbers).ljust(_NUMBERS))
 
     @staticmethod
     def _numbers_in(message: bytearray, count: int) -> tuple[int, ...]:
-        """The numbers of another rank's message."""
+        """Return the numbers of another rank's message."""
         return struct.unpack_from(f"{count}i", message, HEADER)
 
     def _check_message(self, made: Call, message: bytearray, rank: int) -> None:
@@ -214,7 +214,7 @@ class Peers(ABC):
             f"every rank of a group must call the same collectives in the same order: rank {rank} "
             f"called as number {called}, where rank {self._rank} called as number {own}."
         )
-        self._tell(Said(MISMATCH, made.count, text))
+        self._publish(RankState(MISMATCH, made.count, text))
         self._failure = RankMismatchError(text)
         raise self._failure
 
@@ -227,34 +227,34 @@ class Peers(ABC):
             self._keep(made, memory)
             seen = self._seen(error)
             if seen is not None:
-                raise self._fail(made, seen, kind=LOST) from error
+                raise self._fail(made, seen, kind=DISCONNECTED) from error
             self.announce(error)
-            text = f"{made.text} was left by {told(error)}"
+            text = f"{made.text} was left by {described(error)}"
             self._failure = self._failure or PeerFailedError(text)
             raise
 
-    def _fail(self, made: Call, seen: str = "", *, kind: str = WAITS) -> ZerocastError:
-        """Give up, and tell the others; return the error, once they have had time to tell their
-        states.
+    def _fail(self, made: Call, seen: str = "", *, kind: str = TIMED_OUT) -> ZerocastError:
+        """Stop waiting, and notify the others; return the error, once they have had time to report
+        their states.
         """
         if self._failure is None:
-            self._tell(Said(kind, made.count, made.text))
+            self._publish(RankState(kind, made.count, made.text))
             until = time.monotonic() + grace(made.timeout)
             while time.monotonic() < until and not self._is_explained():
                 time.sleep(1e-3)
-                self._listen()
+                self._poll()
             self._failure = peer_error(
-                made.text, made.count, self._size, self._said, made.timeout, seen
+                made.text, made.count, self._size, self._states, made.timeout, seen
             )
         return self._failure
 
     def _is_explained(self) -> bool:
         """Say whether no further state could explain better why a collective does not end."""
-        others = [words.kind for rank, words in self._said.items() if rank != self._rank]
+        others = [state.kind for rank, state in self._states.items() if rank != self._rank]
         return len(others) == self._size - 1 or RAISED in others or MISMATCH in others
 
-    def _tell(self, words: Said) -> None:
-        """Tell every other rank."""
-        if words != self._said.get(self._rank):
-            self._said[self._rank] = words
-            self._send(words)
+    def _publish(self, state: RankState) -> None:
+        """Report ``state`` to every other rank, unless it was reported last."""
+        if state != self._states.get(self._rank):
+            self._states[self._rank] = state
+            self._send(state)

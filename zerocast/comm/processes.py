@@ -4,8 +4,8 @@ Here operands are checked, tensors brought into memory that the transport takes,
 started. A transport begins each collective, on bytes or, where values are reduced, on numbers.
 
 In a large all-gather among ranks of one node, each copies the others' parts out of their memory,
-which takes two small collectives: all tell where their buffers are, and all have read. Where a rank
-may not read another's memory, the transport gathers.
+which takes two small collectives: one exchanges the addresses of the buffers, and one confirms that
+all have read. Where a rank may not read another's memory, the transport gathers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProcessCommunicator(Communicator, Uncopied):
         """Say whether the transport can write over the bytes that it sends."""
         return False
 
-    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` once the transport may read it."""
         return tensor
 
@@ -101,7 +101,7 @@ class ProcessCommunicator(Communicator, Uncopied):
         flat, chunks = buffers.gather_operands(buffer, counts, self.size)
         if self.stages(flat.device) or not self._is_sent(flat):
             return super().start_all_gather_(buffer, counts)
-        return self._start_all_gather(self._settled(flat), chunks)
+        return self._start_all_gather(self._ready(flat), chunks)
 
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
@@ -111,7 +111,7 @@ class ProcessCommunicator(Communicator, Uncopied):
         if staged or (given.is_in_place and not self._exchanges_in_place(given)):
             flat = flat.to(self._serving if staged else flat.device, copy=True)
         into = flat.new_empty(len(given.output)) if staged else given.output
-        reached = given._replace(buffer=self._settled(flat), output=into)
+        reached = given._replace(buffer=self._ready(flat), output=into)
         size = f" of {flat.numel()} bytes" if given.is_equal else ""
         begin = lambda: self._begin_all_to_all(reached)  # noqa: E731
         wait = self._start(f"all_to_all{size}", begin, (reached.buffer, into))
@@ -152,20 +152,20 @@ class ProcessCommunicator(Communicator, Uncopied):
 
     def _gather_from_memory(self, text: str, flat: torch.Tensor, chunks: Sequence[int]) -> bool:
         """Copy the parts of all others; return whether every rank could do that."""
-        told = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
+        peers = torch.zeros(self.size, len(PeerBuffer._fields), dtype=torch.int64, device="cpu")
         own = PeerBuffer.of(flat, token := draw_token(self.rank))
-        told[self.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
-        as_bytes = told.view(torch.uint8)
+        peers[self.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
+        as_bytes = peers.view(torch.uint8)
         sizes = [as_bytes.shape[1]] * self.size
         begin = lambda: self._begin_all_gather(as_bytes.view(-1), sizes)  # noqa: E731
-        self._start(text, begin, (flat, told, token))()
+        self._start(text, begin, (flat, peers, token))()
         is_read, parts = True, flat.split(list(chunks))
         with announcing([self]), alone():
             try:
                 for shift in range(1, self.size):  # not all from the same one
                     rank = (self.rank + shift) % self.size
                     start = sum(chunks[:rank])
-                    read(PeerBuffer(*told[rank].tolist()), start, parts[rank])
+                    read(PeerBuffer(*peers[rank].tolist()), start, parts[rank])
             except OSError:
                 is_read = False
         # Until all have read, this rank's part is not written, and none uses what it has read.
@@ -176,17 +176,17 @@ class ProcessCommunicator(Communicator, Uncopied):
         """Give the context ``tensor`` in memory that the transport takes."""
         if self.stages(tensor.device):
             return buffers.on_device(tensor, self._serving)
-        return buffers.on_device(self._settled(tensor), None)
+        return buffers.on_device(self._ready(tensor), None)
 
     def _is_sent(self, flat: torch.Tensor) -> bool:
         return flat.numel() > 0 or not self._skips_empty
 
 
 def _text_of_gather(flat: torch.Tensor, chunks: Sequence[int]) -> str:
-    """What ranks compare of an all-gather."""
+    """Return the text by which ranks compare an all-gather."""
     return f"all_gather_ of {flat.numel()} bytes in parts #{hash(tuple(chunks)) % 2**32:08x}"
 
 
 def _text_of_reduction(what: str, dtype: torch.dtype, numel: int) -> str:
-    """What ranks compare of an all-reduce."""
+    """Return the text by which ranks compare an all-reduce."""
     return f"{what} on {dtype} [{numel}]"

@@ -3,7 +3,7 @@
 Note: bytes sent
 ~~~~~~~~~~~~~~~~
 What one of D ranks sends is counted by the ring algorithm, which is optimal in volume, whatever the
-transport really does (gloo's reduce-scatter, for one, is an all-reduce underneath). With n bytes in
+transport does (gloo's reduce-scatter, for example, is an all-reduce). With n bytes in
 the whole buffer::
 
     all-reduce        2 (D - 1) / D * n    a reduce-scatter, then an all-gather
@@ -160,13 +160,13 @@ class RecordingCommunicator(Communicator, Uncopied):
         return buffer.nbytes, passes * (self.size - 1) * buffer.nbytes // self.size
 
     def _all_but(self, rank: int, buffer: torch.Tensor, counts: Parts) -> tuple[int, int]:
-        """Return both for a collective that sends all parts of ``buffer`` but that of ``rank``."""
+        """Return both for a collective that sends all parts of ``buffer`` but that of a rank."""
         if counts is None:
             return buffer.nbytes, buffer.nbytes - buffer.nbytes // self.size
         return buffer.nbytes, buffer.nbytes - int(counts[rank % self.size]) * buffer.itemsize
 
     def _timed(self, kind: str, wait: Wait) -> Wait:
-        """``wait``, whose time counts as that of the collective just begun."""
+        """Return ``wait``, whose time is counted as that of the collective just begun."""
         counted = self.traffic[self._label, kind]
 
         def timed_wait() -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerocast.comm.failure import name, told
+from zerocast.comm.failure import described, name
 from zerocast.errors import PeerFailedError, PeerTimeoutError, RankMismatchError, ZerocastError
 
 
@@ -51,11 +51,9 @@ class ThreadWorld:
             self.look_for_deadlock()
 
     def announce(self, rank: int, error: BaseException) -> None:
-        """Note that ``rank`` has raised ``error``, for the message of ranks that wait for it in
-        vain.
-        """
+        """Note that ``rank`` has raised ``error``, for the message of ranks that wait for it."""
         with self.condition:
-            self._raised[rank] = told(error)
+            self._raised[rank] = described(error)
 
     def fail(self, who: str, error: BaseException) -> None:
         """Note that ``who`` has raised ``error``: ranks that wait, now or later, raise an error."""
@@ -173,7 +171,7 @@ class ThreadGroup:
 def one_error(errors: dict[int, BaseException], released: set[int]) -> BaseException:
     """Return the lowest rank's own error, with different ones of other ranks as its context."""
     own = [errors[rank] for rank in sorted(errors) if rank not in released]
-    own = own or [errors[min(errors)]]  # whose rank raised first may be stuck
+    own = own or [errors[min(errors)]]  # the rank that raised first may be stuck
     chain, said = _chain(own[0]), {repr(own[0])}
     for error in own[1:]:
         if repr(error) not in said:
@@ -184,7 +182,7 @@ def one_error(errors: dict[int, BaseException], released: set[int]) -> BaseExcep
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """``error`` and what a traceback prints with it, the innermost last."""
+    """Return ``error`` and what a traceback prints with it, the innermost last."""
     chain = [error]
     while True:
         last = chain[-1]

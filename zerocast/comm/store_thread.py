@@ -1,8 +1,9 @@
 """StoreThread: makes the calls of a torch store in a thread, because they can last without limit.
 
-Where the host of a TCPStore is stopped or unreachable, a call waits in C++ until TCP gives up, some
-15 minutes, and no interrupt ends it. Meanwhile it leaves other threads the GIL. So a rank hands its
-calls to this thread, and waits for them as long as it wants to. Where nobody calls, it sleeps.
+Where the host of a TCPStore is stopped or unreachable, a call waits in C++ until TCP times out,
+some 15 minutes, and no interrupt ends it. Meanwhile it leaves other threads the GIL. So a rank
+passes its calls to this thread, and waits for them as long as it wants to. Without calls the thread
+sleeps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class StoreThread:
         self._calls: _Calls = SimpleQueue()
         self._last = threading.Event()
         self._last.set()
-        # A daemon, for the interpreter does not end before other threads.
+        # A daemon, because the interpreter does not end before other threads.
         thread = threading.Thread(
             target=_serve, args=(self._calls,), name="zerocast store", daemon=True
         )
@@ -41,8 +42,8 @@ class StoreThread:
     def call(self, function: Callable[[], None], seconds: float) -> None:
         """Call ``function`` in the thread, after all before it; wait at most ``seconds`` for it.
 
-        A :class:`RuntimeError`, which torch raises where the store is gone, ends all calls without
-        a word.
+        An exception, such as the :class:`RuntimeError` that torch raises where the store is gone,
+        is dropped, and no further call is made.
         """
         self._last = done = threading.Event()
         self._calls.put((function, done))
@@ -60,11 +61,11 @@ def _serve(calls: _Calls) -> None:
             except Exception:
                 is_gone = True
         done.set()
-        del given, function, done  # what they hold must not live as long as the thread sleeps
+        del given, function, done  # else they keep objects alive while the thread sleeps
 
 
 def _end(calls: _Calls, thread: threading.Thread) -> None:
-    """End the thread. In C++ it would abort the process where it returns after the interpreter."""
+    """End the thread. One that returns from C++ after the interpreter aborts the process."""
     calls.put(None)
-    if thread is not threading.current_thread():  # in which garbage can be collected, too
+    if thread is not threading.current_thread():  # garbage may be collected in it, too
         thread.join(_LAST)

@@ -4,7 +4,7 @@ It uses only what every backend can do. Data that is moved and not reduced is se
 gloo has neither float8 nor 16-bit integers. Parts of unequal length are one call under NCCL, which
 groups them; gloo gathers only equal ones, so each owner broadcasts its part there, all at once.
 
-NOT here: how a rank waits, and what becomes of failures (:mod:`zerocast.comm.torch_peers`).
+NOT here: how a rank waits, and how failures are handled (:mod:`zerocast.comm.torch_peers`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TorchDistributedCommunicator(ProcessCommunicator):
         self._hash = hash((TorchDistributedCommunicator, id(group)))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # "cpu:gloo,cuda:nccl" -> the devices whose tensors the group takes as they are, and by whom
+        # "cpu:gloo,cuda:nccl" -> by device whose tensors the group takes as they are, the backend
         pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
         self._backends = dict(pairs)
         if timeout is not None:

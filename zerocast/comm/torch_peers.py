@@ -2,15 +2,15 @@
 
 gloo waits as long as its group's timeout says, in C++, where no interrupt reaches it, and ends the
 process where two ranks' tensors differ in length. So a rank waits in slices of time, and between
-these reads what others have told. Before each collective every rank sends each other 136 bytes:
+these reads the states of others. Before each collective every rank sends each other 136 bytes:
 what it calls, its number in the order of calls, and a number of its node. A maximum of a few
-numbers travels in these bytes and takes no further collective: so do all answers by which ranks
-agree. Ranks tell that they give up, or what they raised, in the group's store. A rank reads it only
-when it has waited for a slice of time, and never waits for its host longer than for such a slice:
-another that has failed sends no bytes, so nobody comes past them.
+numbers travels in these bytes and takes no further collective: so do all votes by which ranks
+agree. Ranks write that they timed out, or what they raised, to the group's store. A rank reads it
+only when it has waited for a slice of time, and never waits for its host longer than for such a
+slice. A rank that has failed sends no bytes, so no other rank passes this exchange.
 
 NCCL has its own watchdog, which ends the process after the group's timeout. Its collectives, in
-which the host takes no part, are not watched here; an error of torch's becomes
+which the host takes no part, are not monitored here; an error of torch becomes
 :class:`zerocast.PeerFailedError`.
 """
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zerocast.comm.communicator import Wait
-from zerocast.comm.failure import DEFAULT_TIMEOUT, GRACE, LATE, WAITS, Said
+from zerocast.comm.failure import DEFAULT_TIMEOUT, GRACE, LATE, TIMED_OUT, RankState
 from zerocast.comm.peers import Begin, Call, Peers
 from zerocast.comm.store_thread import StoreThread
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 _SLICE = timedelta(seconds=0.2)
-_FLAG = "anybody"
+_FLAG = "any state"
 
 _LAST = 0.2
-"""Seconds that a process leaves gloo's threads before it ends, where a group lives on."""
+"""Seconds that a process leaves gloo's threads before it ends, where a group still exists."""
 
 _of_groups: weakref.WeakKeyDictionary[ProcessGroup, TorchPeers] = weakref.WeakKeyDictionary()
 
-# A thread of gloo needs the GIL after a collective has ended, to let go of its tensors. If Python
+# A thread of gloo needs the GIL after a collective has ended, to release its tensors. If Python
 # finalizes meanwhile, the process aborts (pytorch/pytorch#190489). destroy_process_group joins the
 # threads unless something else holds the group. Default arguments of the module below hold for ever
 # the group that exists when it is imported, which torch.optim does for the first optimizer.
@@ -58,7 +58,7 @@ if dist.group.WORLD is None:
 
 @atexit.register
 def _leave_threads_the_gil() -> None:
-    """Let threads of gloo come to rest whose group something holds, as a model under FSDP2 does."""
+    """Let threads of gloo finish whose group something holds, as a model under FSDP2 does."""
     if _of_groups:
         time.sleep(_LAST)
 
@@ -66,19 +66,19 @@ def _leave_threads_the_gil() -> None:
 class TorchPeers(Peers):
     """The other ranks of one ProcessGroup: see :meth:`of`."""
 
-    _listens_first = False
+    _polls_first = False
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = weakref.ref(group)
         self._store = dist.PrefixStore("zerocast", c10d._get_process_group_store(group))
-        self._heard: dict[int, Said] = {}
+        self._received: dict[int, RankState] = {}
         self._thread = StoreThread()
         self._thread.call(self._open, 0.0)
 
     @classmethod
     def of(cls, group: ProcessGroup) -> TorchPeers:
-        """Return those of ``group``: the same for every object that stands for it."""
+        """Return the object of ``group``, one for each group."""
         if group not in _of_groups:
             _of_groups[group] = cls(group)
         return _of_groups[group]
@@ -103,7 +103,7 @@ class TorchPeers(Peers):
 
         Raises:
             ZerocastError: where the group has failed before, another rank calls something else, or
-                has told that it will not call it. What is returned raises, too, as
+                has reported that it will not call it. The returned wait raises as
                 :class:`Communicator` says.
         """
         looks = is_gloo and self._size > 1
@@ -154,56 +154,56 @@ class TorchPeers(Peers):
             with contextlib.suppress(RuntimeError):
                 work.wait(_SLICE)
                 return
-            # Over by now: it failed, or it ended behind the end of this slice.
+            # Over by now: it failed, or it ended after this slice.
             if is_over := work.is_completed():
                 with contextlib.suppress(RuntimeError):
                     work.wait()
                     return
-            self._listen()
-            # Who gave up had waited for most of the timeout, and so before this rank called.
+            self._poll()
+            # A rank that timed out had waited for most of the timeout, so before this rank called.
             is_new = time.monotonic() - made.begun < min(GRACE, made.timeout / 2)
-            given_up = {words.kind for words in self._said.values()} <= {WAITS, LATE}
-            self._look(made, LATE if is_new and given_up else WAITS)
+            timed_out = {state.kind for state in self._states.values()} <= {TIMED_OUT, LATE}
+            self._check_peers(made, LATE if is_new and timed_out else TIMED_OUT)
             if is_over:
-                work.wait()  # Nobody has told more than its error.
+                work.wait()  # no state explains more than its error
 
     def _keep(self, made: Call, memory: Any) -> None:
-        """Nothing: torch keeps tensors as long as it uses them."""
+        """Keep nothing: torch keeps tensors as long as it uses them."""
 
     def _seen(self, error: BaseException) -> str | None:
         is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
         return str(error).split(". ")[0] if is_of_torch else None
 
-    # --- what ranks tell: a store that is gone, with the rank that kept it, says nothing ---
+    # --- the states of ranks; a store whose host has ended holds none ---
 
-    def _send(self, words: Said) -> None:
-        self._thread.call(functools.partial(self._write, words), GRACE)
+    def _send(self, state: RankState) -> None:
+        self._thread.call(functools.partial(self._write, state), GRACE)
 
-    def _listen(self) -> None:
-        if self._thread.is_idle:  # else the store has not answered yet
+    def _poll(self) -> None:
+        if self._thread.is_idle:  # else an earlier call has not returned yet
             self._thread.call(self._read, _SLICE.total_seconds())
-        self._said.update(self._heard)
+        self._states.update(self._received)
 
     # in the thread
 
     def _open(self) -> None:
-        # A group that is made again has the name of the one that failed, whose words stay in it.
+        # A group that is made again has the name of the one that failed, whose states stay in it.
         made = self._store.add(f"made by {self._rank}", 1)
         self._store = dist.PrefixStore(f"{made}", self._store)
 
-    def _write(self, words: Said) -> None:
-        self._store.set(str(self._rank), json.dumps(dataclasses.astuple(words)))
+    def _write(self, state: RankState) -> None:
+        self._store.set(str(self._rank), json.dumps(dataclasses.astuple(state)))
         self._store.set(_FLAG, "yes")
 
     def _read(self) -> None:
         if self._store.check([_FLAG]):
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([str(rank)]):
-                    self._heard[rank] = Said(*json.loads(self._store.get(str(rank))))
+                    self._received[rank] = RankState(*json.loads(self._store.get(str(rank))))
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Return the seconds after which ``group`` gives a collective up."""
+    """Return the seconds after which a collective of ``group`` times out."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             options: Any = group._get_backend(torch.device(device)).options
@@ -212,7 +212,7 @@ def timeout_of(group: ProcessGroup) -> float:
 
 
 def set_timeout(group: ProcessGroup, timeout: float) -> None:
-    """Let ``group`` give its collectives up after so many seconds."""
+    """Make collectives of ``group`` time out after so many seconds."""
     c10d._set_pg_timeout(timedelta(seconds=min(timeout, 1e9)), group)
 
 

@@ -1,6 +1,7 @@
 """Uncopied: the base of objects that belong to the memory, launches and ranks of their process.
 
-A copy of one would write where the original does, or call collectives that no other rank calls.
+A copy of such an object would write to the memory of the original, or call collectives that no
+other rank calls.
 """
 
 from typing import ClassVar, NoReturn

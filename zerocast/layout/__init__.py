@@ -1,4 +1,4 @@
-"""Computes places as integers: ranges of elements, blocks and their scales, flat buffers over
+"""Computes positions as integers: ranges of elements, blocks and their scales, flat buffers over
 ranks.
 """
 

@@ -16,8 +16,8 @@ from zerocast.layout.extent import Extent
 Index = TypeVar("Index", int, torch.Tensor)
 
 TILE_ROWS = 32
-"""The rows of the highest tile of a kernel. A kernel may raise the amaxes of blocks in as many rows
-around a shard, by 0 where a block has no element of the shard."""
+"""The rows of the highest tile of a kernel. A kernel may update the amaxes of blocks in as many
+rows around a shard, with 0 where a block has no element of the shard."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -61,13 +61,13 @@ class BlockGrid:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, and so the length of this weight's block amaxes."""
+        """The number of blocks, which is the length of this weight's block amaxes."""
         return self.blocks_h * self.blocks_w
 
     @property
     def amax_slots(self) -> int:
-        """The entries of these blocks in a separate amax buffer: one each, then the tensor's where
-        there is not just one.
+        """The entries of these blocks in a separate amax buffer: one each, and one of the tensor
+        unless there is a single block.
         """
         return self.num_blocks + (self.num_blocks != 1)
 
@@ -80,8 +80,8 @@ class BlockGrid:
         )
 
     def touched(self, extent: Extent) -> range:
-        """Return the blocks whose amaxes the owner of ``extent`` keeps: all of every row of blocks
-        in which its rows lie, once these are rounded out to multiples of :data:`TILE_ROWS`.
+        """Return the blocks whose amaxes the owner of ``extent`` keeps: whole rows of blocks that
+        contain its rows, after these are rounded out to multiples of :data:`TILE_ROWS`.
         """
         if not extent or not self.numel:
             return range(0)
@@ -91,14 +91,14 @@ class BlockGrid:
         return range(rows[0] * self.blocks_w, rows[1] * self.blocks_w)
 
     def owned(self, extent: Extent) -> range:
-        """Return the blocks whose first elements lie in ``extent``; its owner makes their
+        """Return the blocks whose first elements are in ``extent``; its owner makes their
         scales.
         """
         return range(self.blocks_before(extent.start), self.blocks_before(extent.end))
 
     def blocks_before(self, element: int) -> int:
-        """Say how many blocks begin before ``element``, in a matrix that has some: the first
-        elements of blocks ascend as their numbers do.
+        """Return the number of blocks that begin before ``element``, in a matrix that has some. The
+        first elements of blocks ascend with the numbers of the blocks.
         """
         row, in_row = divmod(element, self.cols * self.block_h)
         return row * self.blocks_w + min(ceil_div(in_row, self.block_w), self.blocks_w)

@@ -29,9 +29,7 @@ class Extent:
         return f"[{self.start}, {self.end})"
 
     def intersect(self, other: Extent) -> Extent:
-        """Return the elements in both; where there are none, an empty extent at the place between
-        them.
-        """
+        """Return the elements in both; if there are none, an empty extent at the larger start."""
         start = max(self.start, other.start)
         return Extent(start, max(start, min(self.end, other.end)))
 

@@ -84,8 +84,8 @@ def check_partition(numel: int, extents: Sequence[Extent], unit: str = "elements
     """Return what is wrong with ``extents`` (by rank) as a partition of ``numel`` elements, or None
     where nothing is.
 
-    A partition covers every element exactly once. Empty extents may stand anywhere. ``unit`` is
-    what a message calls the elements.
+    A partition covers every element exactly once. Empty extents may be anywhere. ``unit`` is the
+    name of the elements in messages.
     """
     reached, last_rank = 0, 0
     for rank, extent in sorted(enumerate(extents), key=lambda item: item[1]):

@@ -25,7 +25,7 @@ class Source(Enum):
     MASTER = "cast from the master"
     TRANSPOSED_MASTER = "cast from the transposed tensor"
     ROWWISE = "transposed from the rowwise codes"
-    SHARED = "the rowwise codes, under scales of their own"
+    SHARED = "the rowwise codes, under separate scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class Plane:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its codes lie as [K, M]."""
+        """Whether its codes are stored as [K, M]."""
         return self.source in (Source.TRANSPOSED_MASTER, Source.ROWWISE)
 
     @property
     def is_cast(self) -> bool:
-        """Whether its codes are cast, so that its blocks have amaxes of their own."""
+        """Whether its codes are cast, so that its blocks have amaxes."""
         return self.source in (Source.MASTER, Source.TRANSPOSED_MASTER)
 
     @property
@@ -103,14 +103,12 @@ class Plane:
         return (self.grid.num_blocks,) if FULL in self.block else self.scales.shape
 
     def spans(self, dim: int) -> bool:
-        """Say whether blocks go across the tensor's rows (``dim`` 0) from the first one to the
-        last, or across its columns (1).
-        """
+        """Say whether a block spans all of the tensor's rows (``dim`` 0) or columns (1)."""
         return self.block[self.grid_dim(dim)] == FULL
 
     def in_whole_bytes(self, bits: int) -> Plane:
-        """Return this plane with rows of whole bytes: an odd number of 4-bit codes is followed by
-        one more. Scales are stored as they were.
+        """Return this plane with rows of whole bytes: an odd number of 4-bit codes is padded by
+        one. Scales are stored as before.
         """
         grid = replace(self.grid, cols=round_up(self.grid.cols, 8 // bits))
         return replace(self, scales=replace(self.scales, grid=grid))
@@ -128,5 +126,5 @@ def grid_of(rows: int, cols: int, block: Block) -> BlockGrid:
 
 
 ONE_BLOCK = Plane("rowwise", Source.MASTER, (FULL, FULL), ScaleLayout(BlockGrid(1, 1, 1, 1)))
-"""The plane of a tensor under one scale, as far as its scale alone is computed: that depends on the
-amax and on no shape."""
+"""The plane of a tensor under one scale, where only the scale is computed: it depends on the amax
+and on no shape."""

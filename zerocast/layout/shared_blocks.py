@@ -48,8 +48,7 @@ class CutBlocks:
     """The blocks of some planes that two or more ranks own elements of, and an entry for each in
     what the ranks reduce: plane after plane, block after block.
 
-    A boundary between two shards cuts blocks side by side, so they are kept as ranges, one a
-    boundary.
+    A boundary between two shards cuts adjacent blocks, so they are kept as ranges, one a boundary.
 
     Args:
         planes: for each plane the place of its weight among those of ``owners``, and its blocks.
@@ -105,8 +104,8 @@ def cut_by(
     row, col = element // cols, element % cols
     above = row % block_h  # rows of the same blocks
     is_last = (above == block_h - 1) | (row == rows - 1)
-    # In the first row of a block what lies left of the boundary has elements before it, in the
-    # last one what lies right of it has elements behind; between them every block has both.
+    # In the first row of a block only blocks left of the boundary have elements before it, in the
+    # last row only blocks right of it have elements after it; in between every block has both.
     start = torch.where(is_last, col // block_w, 0)
     end = torch.where(above == 0, -(-col // block_w), blocks_w)
     first = row // block_h * blocks_w
@@ -114,11 +113,11 @@ def cut_by(
 
 
 def _repeated(counts: torch.Tensor) -> torch.Tensor:
-    """Return the place of each count, as often as it says."""
+    """Return the index of each count, repeated that many times."""
     return torch.arange(len(counts), dtype=torch.int64, device="cpu").repeat_interleave(counts)
 
 
 def _counted(counts: torch.Tensor) -> torch.Tensor:
-    """Return the numbers from 0 up to each count, one count after the other."""
+    """Return the numbers from 0 to below each count, one count after the other."""
     total = torch.arange(int(counts.sum()), dtype=torch.int64, device="cpu")
     return total - (counts.cumsum(0) - counts)[_repeated(counts)]

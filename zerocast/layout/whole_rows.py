@@ -11,16 +11,16 @@ from zerocast.layout.block_grid import BlockGrid
 from zerocast.layout.extent import NOTHING, Extent
 
 LARGEST_TILE = 1 << 16
-"""Elements of the largest rectangle of whole blocks that is read from memory once: it is read again
-from a cache, and 256 KiB stay in one.
+"""The most elements of a rectangle of whole blocks that is read from memory once. It is read again
+from a cache, which holds 256 KiB.
 """
 
 
 def whole_rows(grids: Sequence[BlockGrid], extent: Extent) -> Extent:
-    """Return the elements in rows of blocks that lie in ``extent``, of all ``grids`` of one matrix.
+    """Return the elements in whole rows of blocks inside ``extent``, of all ``grids`` of a matrix.
 
-    :data:`NOTHING` where there are none, and where a rectangle of whole blocks of all grids is too
-    large to be read once, as where blocks are rows under one grid and columns under another.
+    :data:`NOTHING` if there are none, and if a rectangle of whole blocks of all grids is too large
+    to be read once, for example where blocks are rows in one grid and columns in another.
     """
     height = math.lcm(*(grid.block_h for grid in grids))
     if not extent or height * math.lcm(*(grid.block_w for grid in grids)) > LARGEST_TILE:

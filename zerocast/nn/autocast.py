@@ -29,7 +29,7 @@ from zerocast.nn.regions import (
     here,
     hide,
     is_traced,
-    show_region,
+    show,
     shown_recipe,
 )
 from zerocast.recipes import (
@@ -207,7 +207,7 @@ class autocast(ContextDecorator):
         backward = torch._C._current_graph_task_id()
         active = Autocast(self._enabled, recipe, self._calibrating, group, outer, region, backward)
         active_region.set(active)
-        show_region(active)
+        show(active)
         return active
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -6,29 +6,22 @@ So references to it hold, and a model that is itself a Linear can be converted. 
 be converted without changing the model in another way stays as it is, and the report says why.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zerocast.arguments import check_flag, check_module
-from zerocast.cast.amax_groups import AUTO, Groups, check_patterns, is_auto
-from zerocast.errors import InputError
-from zerocast.layout import Source
-from zerocast.nn.grouped import group_labels, grouped_names, share_amaxes
+from zerocast.arguments import check_flag, check_module, present
+from zerocast.cast.amax_groups import AUTO, Groups
+from zerocast.nn.decision import Candidate, Decision, decide
+from zerocast.nn.grouped import share_amaxes
 from zerocast.nn.included import (
     check_include,
-    check_not_replaced,
-    check_strict,
-    included_weights,
     keep_state_dict_plain,
     note_replaced,
-    places,
     recipe_of,
-    why_not_included,
-    why_not_weight,
 )
-from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
+from zerocast.nn.layer_filter import Filter
 from zerocast.nn.linear import Linear, master_parameter, quantized_parameter
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.reports import Coverage, check_initialized, coverage
@@ -145,168 +138,77 @@ def convert(
         weights, include = "high_precision", ()
     recipe = as_recipe(recipe)
     check_initialized(check_module("model", model))
-    if weights not in ("quantized", "high_precision", "master"):
-        raise InputError(
-            f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
-            f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
-        )
-    if weights == "master" and recipe.columnwise_source is Source.TRANSPOSED_MASTER:
-        raise InputError(
-            f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
-            f"from shards of the master, got {recipe}, which casts the transposed tensor; give "
-            f"weights blocks of two dimensions."
-        )
-    wanted = LayerFilter(filter_fqns, model)
-    if weights == "high_precision" and is_auto(amax_groups):
-        amax_groups = ()
-    if not is_auto(amax_groups):
-        check_patterns(amax_groups)
-    if weights == "high_precision" and (amax_groups or include):
-        raise InputError(
-            f"{'amax_groups' if amax_groups else 'include'} needs weights that hold codes "
-            f"(weights='quantized') or are gathered in codes ('master'), got "
-            f"weights='high_precision', under which only linear layers quantize, one by one."
-        )
-    check_not_replaced(model)
-    included = included_weights(model, include)
-    linears: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
-    for fqn, module in named_modules(model, remove_duplicate=False):
-        if isinstance(module, torch.nn.Linear):
-            linears.setdefault(module, []).append(fqn)
-    adapters = _adapters(model)
-    unwanted = {
-        module: "is part of an adapter, which is trained in high precision"
-        if module in adapters
-        else wanted.why_not(module, names)
-        for module, names in linears.items()
-    }
-    reasons = {
-        module: unwanted[module] or _why_not(module, names[0], recipe, weights)
-        for module, names in linears.items()
-    }
-    for module in linears if wanted.leaves_small else ():
-        if reasons[module] is None:
-            unwanted[module] = reasons[module] = why_small(recipe, module.weight.shape)
-    if weights != "high_precision":
-        _keep_tied_with_the_rest(model, reasons, included)
-    of_linears: dict[torch.Tensor | None, str | None] = {
-        module._parameters.get("weight"): why for module, why in reasons.items()
-    }
-    why_left = {
-        weight: why_not_included(weight, found, recipe, weights, of_linears)
-        for weight, found in included.items()
-    }
-    left = {linears[module][0]: why for module, why in reasons.items() if why is not None}
-    asked_for = {linears[module][0] for module, why in unwanted.items() if why is None}
-    for weight, why in why_left.items():
-        if why is not None:
-            left[included[weight][0][0]] = why
-            asked_for.add(included[weight][0][0])
+    decision = decide(model, recipe, weights, filter_fqns, include, amax_groups)
     if strict:
-        check_strict(left, asked_for)
-    converted = {linears[module][0]: module for module, why in reasons.items() if why is None}
-    taken = {weight: found for weight, found in included.items() if why_left[weight] is None}
-    # The masters of an amax group are known by their layers.
-    stacks = taken if weights == "quantized" else ()
-    labels = group_labels(model, amax_groups, converted, stacks, recipe)
-    named = {fqn: labels.get(module.weight) for fqn, module in converted.items()}
-    named |= {found[0][0]: labels.get(weight) for weight, found in taken.items()}
-    replacements: dict[torch.Tensor, torch.nn.Parameter] = {}
-    groups: dict[torch.Tensor, AmaxGroup] = {}  # of masters
-    by_label: dict[str, AmaxGroup] = {}
-    for fqn, module in converted.items():
-        old = module.weight
-        label = labels.get(old)
-        module.__class__ = Linear
-        assert isinstance(module, Linear)
-        module._handle = new_handle(module)
-        if weights == "high_precision":
-            note_reason(module, "it is quantized by each forward under autocast, not before")
+        decision.check_strict()
+    _apply(decision, model)
+    return ConversionReport(
+        recipe,
+        tuple(each.name for each in decision.converted if each.is_linear),
+        decision.left,
+        coverage(model),
+        tuple(each.name for each in decision.converted if not each.is_linear),
+        decision.amax_groups,
+    )
+
+
+def _apply(decision: Decision, model: torch.nn.Module) -> None:
+    """Convert ``model`` as decided, and note in its modules why others are left."""
+    new: dict[torch.Tensor, torch.nn.Parameter] = {}
+    groups: dict[str, AmaxGroup] = {}
+    for each in decision.candidates:
+        for _, module, name in each.places:
+            note_reason(module, each.why_left or "", name)
+    for each in decision.converted:
+        layer = _as_linear(each.places[0][1]) if each.is_linear else None
+        if layer is not None and decision.weights == "high_precision":
+            note_reason(layer, "it is quantized by each forward under autocast, not before")
             continue
-        if old not in replacements:
-            make = master_parameter if weights == "master" else quantized_parameter
-            new = _in_place_of(old, make(old, recipe, name=f"{fqn}.weight".lstrip(".")))
-            replacements[old] = new
-            if weights == "master" and label is not None and recipe.scales_tensor:
-                groups[old] = by_label.setdefault(label, AmaxGroup(dissolves=is_auto(amax_groups)))
-                by_label[label].layers.append(module)
-        module.weight = replacements[old]
-        module.low_bit_all_gather = weights == "master"
-        module.amax_group = groups.get(old)
-        if weights == "master" and recipe.state:
-            reserve_state(module)
-    for module, reason in reasons.items():
-        if reason is not None:
-            note_reason(module, reason)
-    for weight, found in taken.items():
-        if weight not in replacements:
-            own, name = recipe_of(weight, recipe), found[0][0]
-            replacements[weight] = _in_place_of(
-                weight,
-                master_parameter(weight, own, name=name, for_linear=False)
-                if weights == "master"
-                else quantized_parameter(weight, own, columnwise=False, name=name),
-            )
-        for _, module, name in found:
-            setattr(module, name, replacements[weight])
-    if weights == "master":
-        for module in {module for found in taken.values() for _, module, _ in found}:
+        old = present(each.weight)
+        is_first = old not in new
+        if is_first:
+            new[old] = _replacement(each, old, decision)
+            note_replaced(old, new[old])
+        for _, module, name in each.places:
+            setattr(module, name, new[old])
+        if layer is None:
+            continue
+        layer.low_bit_all_gather = decision.weights == "master"
+        layer.amax_group = None
+        if decision.weights == "master" and decision.recipe.state:
+            reserve_state(layer)
+        label = decision.labels.get(old) if decision.recipe.scales_tensor else None
+        if decision.weights == "master" and label is not None:
+            layer.amax_group = groups.setdefault(label, AmaxGroup(dissolves=decision.is_auto))
+            layer.amax_group.layers += [layer] if is_first else []
+    if decision.weights == "master":
+        others = (each for each in decision.converted if not each.is_linear)
+        for module in {module for each in others for _, module, _ in each.places}:
             keep_state_dict_plain(module)
-    for weight, found in included.items():
-        for _, module, name in found:
-            note_reason(module, why_left[weight] or "", name)
-    for old, new in replacements.items():
-        note_replaced(old, new)
-        if isinstance(new, QuantizedTensor):
-            new.quantized_storage.amax_group = labels.get(old)
-    share_amaxes([new for new in replacements.values() if isinstance(new, QuantizedTensor)])
-    for fqn, layer in named_modules(model):
-        if isinstance(layer, QuantizedModule):
-            layer.name = layer.name or fqn
-    names = tuple(found[0][0] for found in taken.values())
-    shared = grouped_names(named) if recipe.scales_tensor else ()
-    return ConversionReport(recipe, tuple(converted), left, coverage(model), names, shared)
+    quantized = {old: each for old, each in new.items() if isinstance(each, QuantizedTensor)}
+    for old, tensor in quantized.items():
+        tensor.quantized_storage.amax_group = decision.labels.get(old)
+    share_amaxes(list(quantized.values()))
+    for fqn, module in named_modules(model):
+        if isinstance(module, QuantizedModule):
+            module.name = module.name or fqn
 
 
-def _in_place_of(old: torch.Tensor, new: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Give ``new`` the attributes and the gradient of the parameter ``old``."""
+def _as_linear(module: torch.nn.Module) -> Linear:
+    """Make this ``torch.nn.Linear`` a layer of zerocast."""
+    module.__class__ = Linear
+    assert isinstance(module, Linear)
+    module._handle = new_handle(module)
+    return module
+
+
+def _replacement(each: Candidate, old: torch.Tensor, decision: Decision) -> torch.nn.Parameter:
+    """Return what takes the place of the parameter ``old``, with its attributes and gradient."""
+    recipe, name = recipe_of(old, decision.recipe), each.places[0][0]
+    if decision.weights == "master":
+        new = master_parameter(old, recipe, name=name, for_linear=each.is_linear)
+    else:
+        new = quantized_parameter(old, recipe, columnwise=each.is_linear, name=name)
     vars(new).update(vars(old))
     new.grad = old.grad
     return new
-
-
-def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return the modules of peft's adapters, which its layers name in an attribute."""
-    return {
-        part
-        for module in model.modules()
-        for name in getattr(module, "adapter_layer_names", ())
-        if isinstance(adapter := getattr(module, name, None), torch.nn.Module)
-        for part in adapter.modules()
-    }
-
-
-def _why_not(module: torch.nn.Linear, name: str, recipe: Recipe, weights: str) -> str | None:
-    """Say why this layer stays as it is, whatever other layers do; None if it can be converted."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is computed from other parameters (a parametrization, pruning)"
-    return why_not_weight(weight, name, recipe, weights, module)
-
-
-def _keep_tied_with_the_rest(
-    model: torch.nn.Module,
-    reasons: dict[torch.nn.Linear, str | None],
-    included: Container[torch.Tensor],
-) -> None:
-    """Note a reason for layers whose weight is also used where it stays in high precision."""
-    elsewhere: dict[torch.Tensor, str] = {}
-    converted = {module for module, reason in reasons.items() if reason is None}
-    for parameter, (fqn, module, name) in places(model):
-        is_linear = isinstance(module, torch.nn.Linear)
-        if not (name == "weight" and module in converted if is_linear else parameter in included):
-            elsewhere.setdefault(parameter, fqn)
-    for linear in converted:
-        if linear.weight in elsewhere:
-            tied = elsewhere[linear.weight]
-            reasons[linear] = f"its weight is tied with {tied}, which stays as it is"

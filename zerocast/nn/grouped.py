@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Groups, amax_group_labels, fused_weights, is_auto
 from zerocast.comm import SingleRank
@@ -23,14 +24,14 @@ _conversions = itertools.count()
 def group_labels(
     model: torch.nn.Module,
     amax_groups: Groups,
-    layers: Mapping[str, torch.nn.Linear],
-    included: Container[torch.Tensor],
+    layers: Mapping[str, torch.Tensor | None],
+    included: Container[torch.Tensor | None],
     recipe: Recipe,
 ) -> dict[torch.Tensor, str]:
     """Return by weight the label of its group.
 
     Args:
-        layers: those that are converted, by the names that patterns match.
+        layers: the weights of layers that are converted, by the names that patterns match.
         included: the weights of other modules that are converted and can be in groups.
 
     Raises:
@@ -40,24 +41,15 @@ def group_labels(
     if not is_auto(amax_groups):
         found = amax_group_labels(amax_groups, list(layers))
         pairs = zip(layers.values(), found, strict=True)
-        labels = [(layer.weight, label) for layer, label in pairs if label is not None]
+        labels = [(present(weight), label) for weight, label in pairs if label is not None]
     elif recipe.scales_tensor and recipe.columnwise_source is not Source.TRANSPOSED_MASTER:
-        weights = {layer.weight for layer in layers.values()}
+        weights = set(layers.values())
         for i, fused in enumerate(fused_weights(model)):
             own = [each for each in fused.values() if each in weights or each in included]
             if len({(each.dtype, each.device) for each in own}) == 1 < len(set(own)):
                 labels += [(each, str(i)) for each in own]
     number = next(_conversions)
     return {weight: f"{number}, {label}" for weight, label in reversed(labels)}
-
-
-def grouped_names(labels: Mapping[str, str | None]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the members of each group, of the ``labels`` by name."""
-    groups: dict[str, list[str]] = {}
-    for name, label in labels.items():
-        if label is not None:
-            groups.setdefault(label, []).append(name)
-    return tuple(map(tuple, groups.values()))
 
 
 def share_amaxes(weights: Sequence[QuantizedTensor]) -> None:

@@ -8,7 +8,7 @@ FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
 import dataclasses
 import fnmatch
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,17 +122,13 @@ def why_not_included(
     weight_places: Sequence[ParameterPlace],
     recipe: Recipe,
     weights: str,
-    linears: Mapping[torch.Tensor | None, str | None],
 ) -> str | None:
-    """Say why an included weight stays as it is; None if it can be converted. ``linears`` has the
-    same for the weights of linear layers.
+    """Say why an included weight stays as it is; None if it can be converted.
 
     Raises:
         InputError: as :func:`why_not_weight`.
     """
     name, module, _ = weight_places[0]
-    if linears.get(weight) is not None:
-        return f"is tied with a linear layer, which stays as it is: {linears[weight]}"
     if isinstance(module, torch.nn.modules.conv._ConvNd) or weight.dim() < 2:
         return f"belongs to a {type(module).__name__} and has no matrices that a forward multiplies"
     if getattr(module, "max_norm", None) is not None:
@@ -179,18 +175,6 @@ def why_not_weight(
     except InputError as error:
         return str(error)
     return None
-
-
-def check_strict(left: Mapping[str, str], asked_for: Collection[str]) -> None:
-    """Raise :class:`InputError` where something that was asked for is ``left``."""
-    reasons = [f"{name}: {reason}" for name, reason in left.items() if name in asked_for]
-    if reasons:
-        raise InputError(
-            f"strict=True needs every linear layer that filter_fqns does not leave out, and every "
-            f"weight that include names, to be converted, and {len(reasons)} cannot be: "
-            f"{'; '.join(reasons[:8])}{'; ...' if len(reasons) > 8 else ''}. Leave them out, or "
-            f"convert without strict."
-        )
 
 
 # --- state dicts of modules with masters ---

@@ -33,10 +33,14 @@ from zerocast.nn.quantizer import Quantizer
 from zerocast.nn.scaled_mm import gemm
 from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe, Role
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelShard
 
 Watch = Callable[[Role, torch.Tensor, QuantizedStorage], None]
 """``watch(role, tensor, quantized)`` is called with each tensor that a layer quantizes."""
+
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+"""A product, and what a norm made of its input, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,31 @@ class GemmQuantizers:
     output: Quantizer
     grad_output: Quantizer
     grad_input: Quantizer
+
+
+class ProductInputs(NamedTuple):
+    """The inputs of one product of a layer, ``source(input) @ weight.T + bias``.
+
+    Attributes:
+        gemm: the product's number in the layer.
+        input: [..., S]; S = K without a source.
+        weight: [M, K].
+        bias: [M], or None.
+        source: the norm or the activation that makes [..., K] of the input; None where the input
+            itself is multiplied.
+        norm: weight and bias of a norm, [K] each, as far as it has them.
+        wants_norm: whether the layer returns what the norm made, too.
+        tp_shard: which rows or columns of a larger one the weight is.
+    """
+
+    gemm: int
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    source: FusedOp | None = None
+    norm: tuple[torch.Tensor, ...] = ()
+    wants_norm: bool = False
+    tp_shard: TensorParallelShard | None = None
 
 
 class LayerProduct(NamedTuple):

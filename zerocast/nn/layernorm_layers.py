@@ -17,9 +17,11 @@ from zerocast.arguments import (
     check_shape,
     check_text,
 )
+from zerocast.nn.layer_product import ProductInputs
 from zerocast.nn.linear import linear_parameters, quantized_if_asked, reset_linear
-from zerocast.nn.quantized_module import ProductInputs, ProductSource, QuantizedModule
+from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.traced_layer import eager_in_regions
+from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
@@ -87,14 +89,12 @@ class NormalizedModule(QuantizedModule):
         """Compute product number 0, of what the norm makes; return that, too, where it is
         wanted.
         """
-        function = "layernorm" if self.normalization == "LayerNorm" else "rmsnorm"
+        is_layernorm = self.normalization == "LayerNorm"
+        op = FusedOp("layernorm" if is_layernorm else "rmsnorm", self.eps, self.zero_centered_gamma)
         parameters = (self.layer_norm_weight, self.layer_norm_bias)
-        source = ProductSource(
-            (function, self.eps, self.zero_centered_gamma),
-            tuple(each for each in parameters if each is not None),
-            self.return_layernorm_output,
-        )
-        return self._product(ProductInputs(0, input, weight, bias, source), fp8_output=fp8_output)
+        norm = tuple(each for each in parameters if each is not None)
+        given = ProductInputs(0, input, weight, bias, op, norm, self.return_layernorm_output)
+        return self._product(given, fp8_output=fp8_output)
 
     def _repr_norm(self) -> str:
         gamma = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
@@ -230,7 +230,7 @@ class LayerNormMLP(NormalizedModule):
         check_choice("activation", activation, get_args(Activation))
         check_shape("hidden_size and ffn_hidden_size", (hidden_size, ffn_hidden_size))
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.activation = activation
+        self.activation: Any = activation  # one of FusedOp's functions
         width = ffn_hidden_size * (2 if activation == "swiglu" else 1)
         fc1, self.fc1_bias = linear_parameters(hidden_size, width, bias, device, params_dtype)
         fc2, self.fc2_bias = linear_parameters(
@@ -249,7 +249,7 @@ class LayerNormMLP(NormalizedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[..., H] -> [..., H], and what the norm made, [..., H], where that was asked for."""
         hidden, normed = self._normed_product(input, self.fc1_weight, self.fc1_bias)
-        activation = ProductSource((self.activation,))
+        activation = FusedOp(self.activation)
         out, _ = self._product(ProductInputs(1, hidden, self.fc2_weight, self.fc2_bias, activation))
         return (out, normed) if self.return_layernorm_output else out
 

@@ -16,7 +16,8 @@ from zerocast.arguments import (
 )
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.nn.autocast import current_model_init
-from zerocast.nn.quantized_module import ProductInputs, QuantizedModule
+from zerocast.nn.layer_product import ProductInputs
+from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.saved_state import (
     WEIGHT_STATE,
     load_saved_state,

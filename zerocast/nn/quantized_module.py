@@ -19,13 +19,12 @@ derived copies are not stale. Under a region of autocast the products are operat
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from zerocast.errors import InputError
 from zerocast.nn import regions
-from zerocast.nn.layer_product import GemmQuantizers
+from zerocast.nn.layer_product import GemmQuantizers, Output, ProductInputs
 from zerocast.nn.linear_functions import (
     QuantizedProduct,
     WeightOnlyLinear,
@@ -37,58 +36,9 @@ from zerocast.nn.regions import HIGH_PRECISION, NO_REGION, Autocast, is_traced, 
 from zerocast.nn.stateful_module import StatefulModule
 from zerocast.nn.statistics import observer
 from zerocast.nn.traced_products import plain_run, traced_product
-from zerocast.numerics import FusedOp
 from zerocast.recipes import Recipe
 from zerocast.sharded.placement import all_tp_shards, check_tp_boundaries, is_sharded
-from zerocast.tensors import QuantizedTensor, TensorParallelShard, rebuild_derived
-
-
-class ProductSource(NamedTuple):
-    """The norm or the activation that makes what a product multiplies.
-
-    Attributes:
-        op: the fields of its :class:`zerocast.numerics.FusedOp` (torch.compile traces no such
-            object); None where the input itself is multiplied.
-        norm: weight and bias of a norm, [K] each, as far as it has them.
-        wants_norm: whether the layer returns what the norm made, too.
-    """
-
-    op: tuple[Any, ...] | None = None
-    norm: tuple[torch.Tensor, ...] = ()
-    wants_norm: bool = False
-
-    def in_high_precision(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute it by torch's own functions; return the input itself without an operation."""
-        if self.op is None:
-            return input
-        return in_high_precision(*self.op, input=input, norm=self.norm)
-
-
-NO_SOURCE = ProductSource()
-
-
-Output: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""A product, and what a norm made of its input, or None."""
-
-
-class ProductInputs(NamedTuple):
-    """The inputs of one product of a layer, ``source(input) @ weight.T + bias``.
-
-    Attributes:
-        gemm: the product's number in the layer.
-        input: [..., S]; S = K without a source.
-        weight: [M, K].
-        bias: [M], or None.
-        source: the function that makes [..., K] of the input.
-        tp_shard: which rows or columns of a larger one the weight is.
-    """
-
-    gemm: int
-    input: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    source: ProductSource = NO_SOURCE
-    tp_shard: TensorParallelShard | None = None
+from zerocast.tensors import QuantizedTensor, rebuild_derived
 
 
 class QuantizedModule(StatefulModule):
@@ -129,7 +79,7 @@ class QuantizedModule(StatefulModule):
                 "fp8_output=True needs zerocast.autocast(enabled=True) around the layer, whose "
                 "recipe says how the output is quantized."
             )
-        input = given.source.in_high_precision(input)
+        input = _sourced(given)
         return self._in_high_precision(region, given._replace(input=input)), input
 
     def _traced_recipe(self) -> str:
@@ -138,39 +88,34 @@ class QuantizedModule(StatefulModule):
 
     def _traced(self, given: ProductInputs) -> Output:
         """Compute :meth:`_product` in a function that is being compiled."""
-        gemm, input, weight, bias, source, _ = given
-        recipe = self._traced_recipe()
+        input, recipe = given.input, self._traced_recipe()
         in_region = recipe not in (NO_REGION, HIGH_PRECISION)
         if not (in_region and input.numel()):
             if not in_region and torch.is_grad_enabled() and regions.were_entered:
                 plain_run()
-            input = source.in_high_precision(input)
-            return torch.nn.functional.linear(input, weight, bias), input
-        rows, bias, dtype = _rows(given)
-        out, normed = traced_product(
-            self._handle, gemm, rows, list(source.norm), weight, bias, recipe, source.op, dtype,
-            source.wants_norm,
-        )  # fmt: skip
-        return _like_input(input, out, normed)
+            input = _sourced(given)
+            return torch.nn.functional.linear(input, given.weight, given.bias), input
+        rows, dtype = _rows(given)
+        return _like_input(input, *traced_product(self._handle, rows, recipe, dtype))
 
     def _quantized(self, region: Autocast, given: ProductInputs, *, fp8_output: bool) -> Output:
-        gemm, input, weight, _, source, tp_shard = given
+        gemm, input, weight, *_ = given
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
         quantizers = self._registered(region, input.device)[gemm]
-        quantizers.weight.tp_shard = tp_shard
-        rows, bias, dtype = _rows(given)
-        _check_shapes(quantizers, given._replace(input=rows))
-        gamma, beta = (*source.norm, None, None)[:2]
+        quantizers.weight.tp_shard = given.tp_shard
+        given, dtype = _rows(given)
+        _check_shapes(quantizers, given)
+        gamma, beta = (*given.norm, None, None)[:2]
         out, normed = QuantizedProduct.apply(
-            rows,
+            given.input,
             gamma,
             beta,
             weight,
-            bias,
-            None if source.op is None else FusedOp(*source.op),
+            given.bias,
+            given.source,
             dtype,
-            source.wants_norm,
+            given.wants_norm,
             quantizers,
             (*input.shape[:-1], weight.shape[0]) if fp8_output else None,
             observer(self, gemm),
@@ -179,8 +124,7 @@ class QuantizedModule(StatefulModule):
 
     def _in_high_precision(self, region: Autocast, given: ProductInputs) -> torch.Tensor:
         """Compute the product with a decoded weight; record amaxes if the region asks for them."""
-        weight = given.weight
-        input, bias, dtype = _cast(given)
+        (_, input, weight, bias, *_), dtype = _cast(given)
         if isinstance(weight, QuantizedTensor):
             _prepare(weight)
         if isinstance(weight, QuantizedTensor) and not is_transformed():
@@ -211,38 +155,47 @@ class QuantizedModule(StatefulModule):
         return self._quantizers
 
 
-def _rows(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
-    """Return input and bias as a quantized product takes them, and the dtype of its result.
+def _sourced(given: ProductInputs) -> torch.Tensor:
+    """Return what the product multiplies, computed by torch's own functions."""
+    if given.source is None:
+        return given.input
+    return in_high_precision(given.source, given.input, given.norm)
+
+
+def _rows(given: ProductInputs) -> tuple[ProductInputs, torch.dtype]:
+    """Return a product's inputs with input and bias as its quantized form takes them, and the dtype
+    of the result.
 
     Raises:
         InputError: where input and weight differ in dtype, outside of torch.autocast.
     """
-    _, input, weight, bias, source, _ = given
-    is_quantized = source.op is None and isinstance(input, QuantizedTensor)
-    if source.op is None and not is_quantized:
-        input, bias, dtype = _cast(given)
-        if input.dtype != dtype:
+    if given.source is None and isinstance(given.input, QuantizedTensor):
+        dtype = given.input.dtype
+        return given._replace(bias=None if given.bias is None else given.bias.to(dtype)), dtype
+    if given.source is None:
+        given, dtype = _cast(given)
+        if given.input.dtype != dtype:
             raise InputError(
-                f"input and weight of a layer must have one dtype, got {input.dtype} and {dtype}; "
-                f"convert the input, or use torch.autocast."
+                f"input and weight of a layer must have one dtype, got {given.input.dtype} and "
+                f"{dtype}; convert the input, or use torch.autocast."
             )
     else:
-        dtype = input.dtype
-        if source.norm:
-            dtype = autocast_dtype(input.device) or weight.dtype
-        bias = None if bias is None else bias.to(dtype)
-    return input if is_quantized else input.reshape(-1, input.shape[-1]), bias, dtype
+        dtype = given.input.dtype
+        if given.norm:
+            dtype = autocast_dtype(given.input.device) or given.weight.dtype
+        given = given._replace(bias=None if given.bias is None else given.bias.to(dtype))
+    return given._replace(input=given.input.reshape(-1, given.input.shape[-1])), dtype
 
 
-def _cast(given: ProductInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
-    """Return input and bias in the dtype that ``torch.autocast`` asks for, and that dtype; outside
-    of it both as they are, and the weight's dtype.
+def _cast(given: ProductInputs) -> tuple[ProductInputs, torch.dtype]:
+    """Return the inputs, those in high precision in the dtype that ``torch.autocast`` asks for, and
+    that dtype; outside of it all as they are, and the weight's dtype.
     """
-    _, input, weight, bias, *_ = given
-    dtype = autocast_dtype(input.device)
+    dtype = autocast_dtype(given.input.device)
     if dtype is None:
-        return input, bias, weight.dtype
-    return input.to(dtype), None if bias is None else bias.to(dtype), dtype
+        return given, given.weight.dtype
+    bias = None if given.bias is None else given.bias.to(dtype)
+    return given._replace(input=given.input.to(dtype), bias=bias), dtype
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -273,10 +226,10 @@ def _check_shapes(quantizers: GemmQuantizers, given: ProductInputs) -> None:
     The gradient is checked here because the backward would be too late, and the other
     tensor-parallel shards because their ranks wait for this one.
     """
-    _, input, weight, _, source, tp_shard = given
+    input, weight, tp_shard = given.input, given.weight, given.tp_shard
     rows = input.numel() // input.shape[-1] if input.shape[-1] else 1
-    is_quantized = source.op is None and isinstance(input, QuantizedTensor)
-    needs_grad = any(each.requires_grad for each in (input, *source.norm, weight))
+    is_quantized = given.source is None and isinstance(input, QuantizedTensor)
+    needs_grad = any(each.requires_grad for each in (input, *given.norm, weight))
     shapes = [tuple(weight.shape)]
     if tp_shard is not None:
         shapes = list(dict.fromkeys(tuple(each.shape) for each in all_tp_shards(tp_shard)))

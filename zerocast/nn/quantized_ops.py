@@ -18,7 +18,6 @@ from zerocast.backends import backend_for
 from zerocast.errors import InputError
 from zerocast.nn.quantizer import Quantizer
 from zerocast.numerics import FusedOp, FusedOperand
-from zerocast.numerics.fused_ops import Function
 from zerocast.recipes import NOMINAL_DTYPES, check_nominal
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.quantize import quantize_into
@@ -172,18 +171,12 @@ def _differentiate_activation(
 
 
 def in_high_precision(
-    function: Function,
-    eps: float = 1e-5,
-    zero_centered_gamma: bool = False,
-    *,
-    input: torch.Tensor,
-    norm: Sequence[torch.Tensor] = (),
+    op: FusedOp, input: torch.Tensor, norm: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """Compute the operation whose fields are given by torch's functions, which have gradients.
+    """Compute the operation by torch's functions, which have gradients.
 
     Args:
-        function, eps, zero_centered_gamma: those of a :class:`FusedOp`, which torch.compile cannot
-            trace.
+        op: the operation.
         input: [..., S].
         norm: weight and bias of a norm, [K] each, as far as it has them.
 
@@ -191,12 +184,13 @@ def in_high_precision(
         [..., K] in the input's dtype.
     """
     functions = torch.nn.functional
+    function = op.function
     if norm:
-        weight = 1 + norm[0] if zero_centered_gamma else norm[0]
+        weight = 1 + norm[0] if op.zero_centered_gamma else norm[0]
         bias = norm[1] if len(norm) > 1 else None
         if function == "layernorm":
-            return functions.layer_norm(input, weight.shape, weight, bias, eps)
-        return functions.rms_norm(input, weight.shape, weight, eps)
+            return functions.layer_norm(input, weight.shape, weight, bias, op.eps)
+        return functions.rms_norm(input, weight.shape, weight, op.eps)
     if function == "swiglu":
         gated, gate = input.chunk(2, dim=-1)
         return functions.silu(gated) * gate

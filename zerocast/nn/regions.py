@@ -121,16 +121,19 @@ def shown_recipe(recipe: Recipe) -> str:
     return recipe.text if holds else UNTRACEABLE
 
 
-def show(recipe: str) -> None:
-    """Note for compiled functions that a region with the text ``recipe`` is entered."""
+def show(active: Autocast) -> None:
+    """Note for compiled functions that ``active`` is active from now on."""
     global _open, any_open, were_entered
     with _lock:
         _open += 1
         any_open = were_entered = True
+    text = UNTRACEABLE if active.calibrating else HIGH_PRECISION
+    if active.enabled and active.recipe is not None:
+        text = shown_recipe(active.recipe)
     asyncio = sys.modules.get("asyncio")
-    in_task = asyncio is not None and asyncio._get_running_loop() is not None
-    # Tasks of one thread are in regions of their own.
-    here.traced.enter(UNTRACEABLE if in_task else recipe, compiled=False)
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        text = UNTRACEABLE  # each task of a thread has its regions, and all see this text
+    here.traced.enter(text, compiled=False)
 
 
 def hide() -> None:
@@ -187,9 +190,7 @@ class Region:
 
     def reduction(self, group: Communicator) -> AmaxReduction:
         """Return the reduction over ``group``."""
-        if group not in self.reductions:
-            self.reductions[group] = AmaxReduction(group)
-        return self.reductions[group]
+        return self.reductions.setdefault(group, AmaxReduction(group))
 
     def leave(self, *, failed: bool) -> None:
         """Reduce, or drop what a failed region has recorded."""
@@ -271,20 +272,12 @@ def current() -> Autocast:
 def resumed(active: Autocast) -> Iterator[None]:
     """Make ``active`` active again within the context; leaving it reduces nothing."""
     token = active_region.set(active)
-    show_region(active)
+    show(active)
     try:
         yield
     finally:
         active_region.reset(token)
         hide()
-
-
-def show_region(active: Autocast) -> None:
-    """Note for compiled functions that ``active`` is active from now on."""
-    shown = UNTRACEABLE if active.calibrating else HIGH_PRECISION
-    if active.enabled and active.recipe is not None:
-        shown = shown_recipe(active.recipe)
-    show(shown)
 
 
 def _of_compiled(recipe: str) -> Autocast:

@@ -2,9 +2,9 @@
 
 Element formats: their rounding in plain torch, and where an element's code is stored.
 
-An operation serves *many weights at once*. It is given everything that stays the same between steps
-(shapes, owners, buffers) when it is prepared, and returns a :data:`Launch`: a callable without
-arguments that a step calls. So a step is a constant number of launches, whatever the number of
+An operation handles *many weights at once*. Its preparation takes everything that is constant
+between steps (shapes, owners, buffers), and returns a :data:`Launch`: a callable without arguments
+that a step calls. So a step is a constant number of launches, whatever the number of
 weights, and allocates nothing.
 
     partial_amax    master shards           -> block and tensor amaxes (then one all-reduce MAX),

@@ -1,4 +1,4 @@
-"""AdamWUpdate: one step of AdamW on one tensor, as backends are given it."""
+"""AdamWUpdate: one step of AdamW on one tensor, as backends take it."""
 
 from __future__ import annotations
 

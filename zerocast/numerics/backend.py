@@ -24,10 +24,10 @@ Launch = Callable[[], None]
 """A prepared operation: runs it once on the buffers that it was prepared for."""
 
 LaunchOn = Callable[[torch.Tensor], None]
-"""The same of an operation on one further buffer, uint8 and contiguous, given to each launch."""
+"""A prepared operation on one further buffer, uint8 and contiguous, passed to each launch."""
 
 LaunchUpdates = Callable[[Sequence[AdamWUpdate | None]], None]
-"""The same of an operation that updates masters, which is given to each launch: by slot of
+"""A prepared operation that updates masters. Each launch takes the updates, by slot of
 :class:`Masters`; None where a master is read as it is."""
 
 
@@ -46,7 +46,7 @@ class Backend(Protocol):
     """A class that does the arithmetic. Each method prepares one operation for many weights and
     returns its launch.
 
-    All tensors of one call lie on one device. Nothing is read or written before the launch. A
+    All tensors of one call are on one device. Nothing is read or written before the launch. A
     launch with nothing to do (no weights, only empty shards) is a launch that does nothing. A
     method raises :class:`zerocast.errors.BackendError`, before the first launch, for what the
     backend cannot do.
@@ -60,9 +60,9 @@ class Backend(Protocol):
         """Raise ``tensor_amax``, where there is one, and the block amaxes of planes that are cast
         to the largest magnitudes of this rank's rounded elements.
 
-        The buffers must be zero, or hold what earlier shards left: the launch takes maxima, it does
-        not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``. Work
-        follows the shard.
+        The buffers must be zero, or hold the maxima of earlier shards: the launch takes maxima, it
+        does not clear. Infinities are kept as ``INFINITY_BITS``, every NaN becomes ``NAN_BITS``.
+        The work is proportional to the shard.
 
         With ``numerics``, the same read of the masters also writes the codes of the elements in
         ``whole``. A block's scale must depend on its own amax alone, and no other rank may hold
@@ -100,8 +100,8 @@ class Backend(Protocol):
 
     def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make ``amax`` and the stored scales of all planes that are not derived, of whole weights,
-        from reduced amaxes; padding included, repeats included; of a plane without ``scale_inv``
-        none. The state of a weight that ``advances`` is brought up to date.
+        from reduced amaxes; padding and repeats included. A plane without ``scale_inv`` is skipped.
+        The state of a weight that ``advances`` is updated.
         """
 
     def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
@@ -110,8 +110,8 @@ class Backend(Protocol):
         """
 
     def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
-        """Round, scale and encode this rank's elements into the codes of planes that are cast, but
-        for those in ``whole``; every other nibble keeps its value.
+        """Round, scale and encode this rank's elements, except those in ``whole``, into the codes
+        of planes that are cast; every other nibble keeps its value.
 
         Under :class:`Float8DelayedNumerics` it raises the amaxes, too, as :meth:`partial_amax`
         does, in the same pass over the masters.
@@ -119,17 +119,17 @@ class Backend(Protocol):
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         """Make codes and scales of the second plane, which is derived, from the gathered ones of
-        the first; padding included. Without ``scale_inv`` of its own one scale serves both.
+        the first; padding included. If it has no ``scale_inv``, one scale serves both.
         """
 
     def dequantize(self, numerics: Numerics, operands: Operands) -> Launch:
         """Decode the first planes of whole weights to ``values``. A NaN scale decodes to NaN."""
 
     def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
-        """Copy codes into the buffer in which they travel."""
+        """Copy codes into the buffer that is sent."""
 
     def store_codes(self, copies: Sequence[CodeCopy], shared: Sequence[SharedByte]) -> LaunchOn:
-        """Copy codes from there into the weights, and put shared bytes together."""
+        """Copy codes from that buffer into the weights, and combine shared bytes."""
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo
@@ -143,6 +143,6 @@ class Backend(Protocol):
         """
 
     def fused_op(self, target: FusedOperand) -> Launch:
-        """Compute the function or the norm of one tensor, and write it, rounded once; every NaN of
-        it is the canonical one. It is cast like any other tensor.
+        """Compute the function or the norm of one tensor, and write it, rounded once; every NaN is
+        the canonical one. The result is cast like any other tensor.
         """

@@ -24,8 +24,7 @@ def encode(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """
     # float64 holds x * 2^k exactly, so torch.round (ties to even) is the only rounding here.
     magnitude = x.double().abs().clamp(max=2.0 * fmt.max)
-    # Zero and subnormals share the exponent of the smallest normal; frexp would give zero one of
-    # its own.
+    # Zero and subnormals share the exponent of the smallest normal; frexp gives zero another one.
     exponent = torch.frexp(magnitude.clamp(min=fmt.min_normal)).exponent - 1
     step = torch.ldexp(torch.ones_like(magnitude), exponent - fmt.mantissa_bits)
     rounded = torch.round(torch.nan_to_num(magnitude / step)).to(torch.int64)
@@ -37,9 +36,7 @@ def encode(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
 
 
 def decode(code: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
-    """[...] uint8 codes of ``fmt`` -> [...] the FP32 values they mean (exact; E5M2 infinities
-    included).
-    """
+    """Decode [...] uint8 codes of ``fmt`` to [...] FP32 values (exact, E5M2 infinities too)."""
     code = code.to(torch.int64)
     sign = 1.0 - 2.0 * (code >> (fmt.bits - 1)).double()
     field = (code >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
@@ -69,12 +66,12 @@ def encode_e8m0(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e8m0(code: torch.Tensor) -> torch.Tensor:
-    """[...] uint8 E8M0 codes -> [...] FP32 powers of two, code 255 being NaN."""
+    """Decode [...] uint8 E8M0 codes to [...] FP32 powers of two; code 255 is NaN."""
     return torch.where(code == 0xFF, torch.nan, torch.exp2(code.double() - 127)).float()
 
 
 def reciprocal_e8m0(code: torch.Tensor) -> torch.Tensor:
-    """[...] uint8 E8M0 codes -> [...] the FP32 multiplier ``1 / decode_e8m0(code)``; 254 gives the
-    subnormal 2^-127.
+    """Return [...] the FP32 multipliers ``1 / decode_e8m0(code)``; 254 gives the subnormal
+    2^-127.
     """
     return torch.where(code == 0xFF, torch.nan, torch.exp2(127 - code.double())).float()

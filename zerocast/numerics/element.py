@@ -4,15 +4,15 @@ A format is named by its exponent and mantissa widths. Everything else (largest 
 step) follows from them and from which codes are reserved, so that is how the constants below are
 derived.
 
-NOT here: scales. A code means a number only together with its block's scale, which is a recipe's
-business.
+NOT here: scales. A code means a number only together with its block's scale, which a recipe
+defines.
 """
 
 import math
 from dataclasses import dataclass
 
 FLT_MAX = (2.0 - 2.0**-23) * 2.0**127
-"""The largest finite FP32 value, 3.4028235e38: what an infinite scale is replaced by."""
+"""The largest finite FP32 value, 3.4028235e38, which replaces an infinite scale."""
 
 
 @dataclass(frozen=True)

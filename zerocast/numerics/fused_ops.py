@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ Function = Literal[
 """The operation on a tensor; :class:`FusedOp` has the formulas."""
 
 
-@dataclass(frozen=True, slots=True)
-class FusedOp:
+class FusedOp(NamedTuple):
     """A function of a matrix [M, S], whose result has rows of K elements.
 
     With ``x`` an element of the source and, of a row, ``mean`` and ``variance`` over its K
@@ -29,8 +28,8 @@ class FusedOp:
         layernorm     (x - mean) / sqrt(variance + eps) * gamma + bias
         rmsnorm       x / sqrt(mean of squares + eps) * gamma
 
-    where ``gamma`` is the weight, 1 + weight, or 1 without a weight. The result lies within 2 units
-    in the last place of BF16 of the same in float64; with a bias, within 2 units of the larger term
+    where ``gamma`` is the weight, 1 + weight, or 1 without a weight. The result is within 2 units
+    in the last place of BF16 of the float64 result; with a bias, within 2 units of the larger term
     of the sum. It is then rounded, once, to the dtype of :attr:`FusedOperand.output`.
 
     Attributes:

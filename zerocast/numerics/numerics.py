@@ -1,9 +1,9 @@
 """Scaling numerics: define how an amax becomes a scale, and how a value becomes a code under that
 scale.
 
-Amaxes are the int32 bit patterns of non-negative FP32 values: those order like integers, so an
-integer maximum is exact and the same in every communicator, and NaN (canonical, ``0x7FC00000``) is
-the largest and wins.
+Amaxes are the int32 bit patterns of non-negative FP32 values: these have the order of integers, so
+an integer maximum is exact and the same in every communicator, and NaN (canonical, ``0x7FC00000``)
+is the largest and is kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from zerocast.errors import InputError
 from zerocast.numerics.element import E2M1, E4M3, ElementFormat
 
 NUMERICS_VERSION = 2
-"""Changes with any change of the bytes that some input gives; ranks of one cast must agree on
-it."""
+"""Changes with any change of the bytes for some input; ranks of one cast must agree on it."""
 
 INFINITY_BITS = 0x7F800000
 """The int32 bit pattern of +infinity: an amax that is not smaller is not finite."""
 
 NAN_BITS = 0x7FC00000
-"""The canonical NaN, which every NaN becomes before it enters an amax buffer."""
+"""The canonical NaN, which replaces every NaN in an amax buffer."""
 
 ScaleFormula = Literal["reciprocal", "quotient", "inverse first"]
 """The ways in which FP8's scale and the stored inverse are computed from an amax."""
@@ -85,7 +84,7 @@ class Float8DelayedNumerics:
     scale_dtype = torch.float32
 
     def amax_by_callable(self, history: torch.Tensor) -> torch.Tensor:
-        """FP32 [1]: what the function makes of ``history``.
+        """Return the amax, FP32 [1], that the function computes from ``history``.
 
         Raises:
             InputError: where that is not a tensor of one element on the history's device, or the

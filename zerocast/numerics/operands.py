@@ -27,13 +27,13 @@ class Masters:
     def __init__(self, slots: int) -> None:
         self.tensors: list[torch.Tensor | None] = [None] * slots
         # Master in tables.h: the address of each tensor, 0 for an empty shard, and the number of
-        # its dtype; on the host whatever the default device is.
+        # its dtype; on the host, whatever the default device is.
         self.table = torch.zeros(slots, 2, dtype=torch.int64, device="cpu")
         self.version = 0
 
     def bind(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Let the next step read ``tensors``: of a dtype of :data:`NOMINALS`, which may be another
-        for each, contiguous, one a slot, of the shard's size; None where empty.
+        """Bind ``tensors`` for the next step: one a slot, contiguous, of the shard's size; None
+        where empty. Each has any dtype of :data:`NOMINALS`.
         """
         assert len(tensors) == len(self.tensors)
         self.tensors = list(tensors)
@@ -113,7 +113,9 @@ class FourOverSixErrors:
 
     @staticmethod
     def words(grid: BlockGrid, cuts: SharedBlocks, *, choices: bool = True) -> int:
-        """int32 entries that all exchanged tensors of one weight take, with or without choices."""
+        """Return the int32 entries of all exchanged tensors of one weight, with or without
+        choices.
+        """
         return sum(FourOverSixErrors._sizes(grid, cuts, choices))
 
     @classmethod
@@ -131,9 +133,7 @@ class FourOverSixErrors:
         )
 
     def of_blocks(self, grid: BlockGrid, blocks: range) -> FourOverSixErrors:
-        """Return the part for ``blocks``, whole rows of them, whose choices this rank keeps to
-        itself.
-        """
+        """Return the part for ``blocks``, whole rows of them, whose choices are not exchanged."""
         chosen = torch.zeros(
             round_up(len(blocks), 4), dtype=torch.uint8, device=self.row_errors.device
         )
@@ -149,7 +149,7 @@ class FourOverSixErrors:
 
     @staticmethod
     def _sizes(grid: BlockGrid, cuts: SharedBlocks, choices: bool) -> list[int]:
-        """int32 entries of the choices, the row errors and the elements."""
+        """Return the int32 entries of the choices, the row errors and the elements."""
         return [
             ceil_div(grid.num_blocks, 4) if choices else 0,
             len(cuts.rows) * grid.block_h * grid.blocks_w * 2,
@@ -159,7 +159,7 @@ class FourOverSixErrors:
 
 @dataclass(frozen=True, slots=True)
 class PlaneBuffers:
-    """One plane of a tensor, and its buffers; None is what the operations at hand do not use.
+    """One plane of a tensor, and its buffers; None for those that an operation does not use.
 
     Attributes:
         plane: where its codes come from, and how its scales are stored.
@@ -171,8 +171,8 @@ class PlaneBuffers:
         scale_inv: the numerics' ``scale_dtype``, ``plane.scales.shape`` (or as many entries),
             contiguous.
         first_block: the number of the block that ``block_amax`` begins with.
-        compact: the numerics' ``scale_dtype`` [plane.grid.num_blocks]: one scale a block, as they
-            travel between ranks; what ``scale_inv`` is made from after the gather.
+        compact: the numerics' ``scale_dtype`` [plane.grid.num_blocks]: one scale a block, as ranks
+            send them; ``scale_inv`` is made from it after the gather.
     """
 
     plane: Plane
@@ -185,7 +185,7 @@ class PlaneBuffers:
 
 @dataclass(frozen=True, slots=True)
 class CodeCopy:
-    """Whole bytes of a weight's codes, and their place in the buffer in which they travel.
+    """Whole bytes of a weight's codes, and their place in the buffer that is sent.
 
     Attributes:
         codes: uint8 [bytes], contiguous.
@@ -213,11 +213,11 @@ class SharedByte:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Elements as they were, and as they are.
+    """The former and the present values of some elements.
 
     Attributes:
-        held: the elements as they were, of the dtype of ``values``.
-        values: integers, flat and contiguous, as they are.
+        held: the former values, of the dtype of ``values``.
+        values: the present values: integers, flat and contiguous.
         first: the place of the first in the whole tensor.
     """
 
@@ -241,31 +241,30 @@ class DigestedBytes:
 
 @dataclass(frozen=True, slots=True)
 class TensorOperand:
-    """One tensor as one rank sees it: what every operation of a cast works on.
+    """One tensor as one rank sees it: the operand of every operation of a cast.
 
-    A tensor whose columnwise plane is cast from the transposed tensor takes two: that plane is
-    alone in a second one, over the transposed matrix, with a master of its own.
+    A tensor whose columnwise plane is cast from the transposed tensor takes two operands: the
+    second one has that plane alone, over the transposed matrix, with a separate master.
 
     Attributes:
         planes: the rowwise one first.
         slot: the place of its master in :class:`Masters`.
-        extent: the elements of the whole tensor that this rank owns; may be empty, start and end
-            anywhere.
-        round_to: float32, bfloat16 or float16; a master element is rounded to it before anything
-            else is done.
+        extent: the elements of the whole tensor that this rank owns; may be empty, and start and
+            end anywhere.
+        round_to: float32, bfloat16 or float16, to which a master element is rounded first.
         codes_start: the element whose code is in the low bits of the first byte of ``codes``: 0 for
             the whole tensor, the extent's start rounded down to a whole byte for buffers of the
-            shard's own.
+            shard.
         tensor_amax: int32 [1]; may be the same memory as the block amaxes where there is one block.
-            None where scales depend on blocks alone and no amax is judged.
+            None where scales depend on blocks alone and no amax is checked.
         amax: FP32 [1] that holds the tensor amax beside the scales, or None for numerics that
             stores none.
         delayed: the state of a tensor under :class:`Float8DelayedNumerics`.
         candidates: the candidates of a tensor under 4-over-6.
         rounding: the source of random bits of a tensor under stochastic rounding.
-        advances: whether :meth:`Backend.compute_scale` brings ``delayed`` and ``rounding`` up to
-            date. False where other code does.
-        values: FP32 [M, K], contiguous: receives what the codes of the first plane mean.
+        advances: whether :meth:`Backend.compute_scale` updates ``delayed`` and ``rounding``. False
+            where other code does.
+        values: FP32 [M, K], contiguous: receives the decoded values of the first plane.
         whole: of the extent, the rows of blocks of all planes that one pass measures and casts
             (:meth:`Backend.partial_amax`), or chooses scales for and casts
             (:meth:`Backend.partial_select`).

@@ -1,4 +1,4 @@
-"""The places of codes in bytes; no other module computes where an element's code is stored.
+"""The positions of codes in bytes; no other module computes where an element's code is stored.
 
 Every offset in zerocast's Python is in elements. Codes of 8 bits take a byte each. Codes of 4 bits
 are packed two a byte by their flat index in the whole weight: the even element is the low nibble,
@@ -12,11 +12,11 @@ from zerocast.numerics.element import ElementFormat
 
 
 def byte_span(fmt: ElementFormat, start: int, end: int) -> tuple[int, int]:
-    """Bytes ``[first, last)`` of the whole weight that hold elements ``[start, end)``; empty for no
-    elements.
+    """Return the bytes ``[first, last)`` of the whole weight that hold elements ``[start, end)``;
+    empty for no elements.
 
-    For 4-bit codes that is ``floor(start / 2)`` to ``ceil(end / 2)``: a byte that is only half ours
-    is included.
+    For 4-bit codes that is ``floor(start / 2)`` to ``ceil(end / 2)``: a byte of which one nibble is
+    in the range is included.
     """
     if start == end:
         return start * fmt.bits // 8, start * fmt.bits // 8
@@ -24,21 +24,21 @@ def byte_span(fmt: ElementFormat, start: int, end: int) -> tuple[int, int]:
 
 
 def packed_columns(fmt: ElementFormat, columns: int) -> int:
-    """Bytes of one row of ``columns`` codes, where each row starts a new byte (a last nibble may be
-    unused).
+    """Return the bytes of one row of ``columns`` codes, where each row starts a new byte (a last
+    nibble may be unused).
     """
     return -(-columns * fmt.bits // 8)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[..., n] uint8 codes of 4 bits -> [..., ceil(n / 2)] bytes, rows padded with code 0."""
+    """Pack [..., n] uint8 codes of 4 bits into [..., ceil(n / 2)] bytes; odd rows end in code 0."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(data: torch.Tensor, columns: int) -> torch.Tensor:
-    """[..., ceil(columns / 2)] bytes -> [..., columns] uint8 codes of 4 bits: the inverse of
-    :func:`pack_nibbles`.
+    """Unpack [..., ceil(columns / 2)] bytes into [..., columns] uint8 codes of 4 bits: the inverse
+    of :func:`pack_nibbles`.
     """
     return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)[..., :columns]

@@ -1,8 +1,8 @@
 """FP8 with one scale a tensor, made from the amaxes of earlier casts ("delayed scaling").
 
-The scale is known before the data is, so one pass over the data casts it and takes its amax, and
-other work can overlap the reduction of that amax. In return it needs state: each tensor has a
-history of amaxes. The numerics is :class:`zerocast.numerics.Float8DelayedNumerics`.
+The scale is known before the data, so one pass over the data casts it and takes its amax, and other
+work can overlap the reduction of that amax. In return it needs state: each tensor has a history of
+amaxes. The numerics is :class:`zerocast.numerics.Float8DelayedNumerics`.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ class DelayedScaling(Recipe):
     def rewind(self, buffers: Buffers) -> None:
         super().rewind(buffers)
         amax, history = buffers["amax"], buffers["amax_history"]
-        # The latest cast entered its amax unless that was zero or not finite; the entry which then
-        # fell off the end is lost, and not missed: the same cast pushes it off again.
+        # The latest cast added its amax unless that was zero or not finite. The oldest entry, which
+        # it dropped, is not needed: the same cast drops it again.
         earlier = torch.cat((history[..., 1:], history[..., -1:]), dim=-1)
         history.copy_(torch.where(amax.isfinite() & (amax != 0), earlier, history))

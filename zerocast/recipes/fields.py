@@ -15,7 +15,7 @@ from typing import Any
 from zerocast.recipes.recipe import Recipe
 
 _DEPTH = 8
-"""Functions may close over themselves."""
+"""The depth of the comparison, because functions may close over themselves."""
 
 
 def recipe_fields(recipe: Recipe) -> dict[str, str]:
@@ -25,7 +25,7 @@ def recipe_fields(recipe: Recipe) -> dict[str, str]:
 
 def describe_recipe(recipe: Recipe) -> str:
     """Return the recipe as a short text that is the same on every rank: without addresses of
-    functions, which are a process's own.
+    functions, which differ between processes.
     """
     return _without_addresses(repr(recipe))
 
@@ -57,7 +57,7 @@ def _parts(value: Any, depth: int) -> str:
         parts = sorted(value, key=repr)
     elif isinstance(value, dict):
         parts = [*value.items()]
-    elif " at 0x" in repr(value):  # an object without a text of its own
+    elif " at 0x" in repr(value):  # an object whose repr is the default one
         call = type(value).__dict__.get("__call__", "")
         parts = [type(value).__qualname__, call, getattr(value, "__dict__", "")]
     else:

@@ -1,8 +1,8 @@
 """FP8 with one scale a row; and, quantized independently, one a column.
 
-A row of a weight is one output feature, so an outlier costs precision in its own row only. The
-transposed GEMM reduces over the rows and needs scales along the columns, which no row's scale can
-give: its codes are cast from the master a second time. The numerics is
+A row of a weight is one output feature, so an outlier costs precision in its row only. The
+transposed GEMM reduces over the rows and needs a scale for each column, so its codes are cast from
+the master a second time. The numerics is
 :class:`zerocast.numerics.Float8Numerics`.
 """
 

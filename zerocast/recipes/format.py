@@ -19,7 +19,7 @@ NOMINAL_DTYPES = tuple(NOMINALS)
 
 
 def check_nominal(what: str, dtype: object) -> torch.dtype:
-    """Check that a quantized weight can present ``dtype``, that of ``what``; return it."""
+    """Return ``dtype``, that of ``what``, if a quantized weight can present it; else raise."""
     if not isinstance(dtype, torch.dtype) or dtype not in NOMINAL_DTYPES:
         raise InputError(
             f"{what} must be of torch.float32, torch.bfloat16 or torch.float16, got "
@@ -59,7 +59,7 @@ class Format(str, Enum):
         """Return the member that ``value`` is or names.
 
         Raises:
-            InputError: where there is none.
+            InputError: where no member has that name.
         """
         if isinstance(value, cls):
             return value
@@ -107,8 +107,8 @@ class QParams:
 
     @classmethod
     def check(cls, field: str, value: QParams, known: tuple[str, ...]) -> None:
-        """Raise :class:`InputError` where the ``value`` of a recipe's ``field`` is no QParams, or
-        sets what is not among ``known``.
+        """Raise :class:`InputError` where the ``value`` of a recipe's ``field`` is not a QParams,
+        or sets an option that is not in ``known``.
         """
         if not isinstance(value, cls):
             raise InputError(f"{field} must be a zerocast.recipes.QParams, got {shown(value)}.")
@@ -121,14 +121,14 @@ class QParams:
 
 
 def replace_fields(recipe: object, **values: object) -> None:
-    """Put normalized values into the fields of a frozen recipe that is being made."""
+    """Store normalized values in the fields of a frozen recipe during its construction."""
     assert {f.name for f in fields(recipe)} >= set(values)  # type: ignore[arg-type]
     for name, value in values.items():
         object.__setattr__(recipe, name, value)
 
 
 def refuse_hadamard(given: str) -> None:
-    """Say what the random Hadamard transform is and why it is not here."""
+    """Raise :class:`UnsupportedError`, which says why there is no random Hadamard transform."""
     raise UnsupportedError(
         f"the random Hadamard transform is not available, got {given}: it smooths activations and "
         f"gradients of NVFP4 training and is never applied to weights, which zerocast is about; "

@@ -29,7 +29,7 @@ RECIPES: dict[str, type[Recipe]] = {
         NVFP4BlockScaling,
     )
 }
-"""Every scheme, by the short name that stands for it with its default fields."""
+"""Every scheme, by the short name for it with its default fields."""
 
 
 def as_recipe(
@@ -62,7 +62,7 @@ def recipe_from_text(text: str) -> Recipe:
     """Return the recipe whose :attr:`Recipe.text` this is.
 
     Raises:
-        InputError: where it is that of none.
+        InputError: where no recipe has this text.
     """
     try:
         name, values = json.loads(text)
@@ -71,7 +71,7 @@ def recipe_from_text(text: str) -> Recipe:
         recipe: Recipe = kinds[name](**fields)
     except ZerocastError:
         raise
-    except Exception as error:  # what a damaged text makes Python raise
+    except Exception as error:  # a damaged text may make Python raise any of them
         raise InputError(
             f"a recipe's text must be one that Recipe.text gives, got {shown(text)}: "
             f"{type(error).__name__}: {error}."
@@ -85,7 +85,7 @@ def recipe_to_values(recipe: Recipe) -> dict[str, Any]:
     """
     values: dict[str, Any] = {"class": type(recipe).__name__}
     for field in dataclasses.fields(recipe):
-        if not field.repr:  # fixed: TransformerEngine has it, and here it has one value
+        if not field.repr:  # fixed: a field of TransformerEngine that has one value here
             continue
         value = getattr(recipe, field.name)
         if isinstance(value, QParams):

@@ -28,7 +28,7 @@ Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 """The roles of tensors in a layer's GEMMs: three in the forward, two in the backward."""
 
 _FILLED_AT_ONCE = 1 << 14
-"""Elements: fewer than torch shares among threads."""
+"""Elements that torch fills on one thread."""
 
 Buffers = Mapping[str, torch.Tensor]
 """A weight's stored tensors, by the names that :meth:`Recipe.buffers` gives."""
@@ -36,18 +36,18 @@ Buffers = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One stored tensor of a weight: its shape and dtype, and what an unfilled one holds."""
+    """One stored tensor of a weight: its shape and dtype, and its initial value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: float = 0
 
     def allocate(self, device: torch.device, *leading: int) -> torch.Tensor:
-        """Return an unfilled tensor of shape [*leading, *shape]."""
+        """Return a tensor of shape [*leading, *shape], filled with the initial value."""
         shape = (*leading, *self.shape)
         if device.type != "cpu":
             return torch.full(shape, self.fill, dtype=self.dtype, device=device)
-        # Without threads of torch, for which a forked process would wait for ever.
+        # Without torch's threads, for which a forked process would wait for ever.
         made = torch.empty(shape, dtype=self.dtype, device=device)
         if self.fill:
             for part in made.view(-1).split(_FILLED_AT_ONCE):
@@ -61,8 +61,8 @@ class BufferSpec:
 
 
 def fixed(value: Any, reason: str) -> Any:
-    """Make a field that TransformerEngine's users pass and of which only ``value`` is accepted
-    here, for the ``reason`` given.
+    """Make a field of TransformerEngine's recipe of which only ``value`` is accepted here, for the
+    ``reason`` given.
     """
     return field(default=value, repr=False, metadata={"reason": reason})
 
@@ -250,16 +250,16 @@ class Recipe(ABC):
 
     @cached_property
     def text(self) -> str:
-        """The scheme and its fields, for :func:`zerocast.recipes.recipe_from_text`; of one that
-        holds no function.
+        """The scheme and its fields, for :func:`zerocast.recipes.recipe_from_text`. A recipe that
+        holds a function has no text.
         """
         given = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         changed = {name: value for name, (value, default) in given.items() if value != default}
         return json.dumps([type(self).__name__, changed], default=asdict)
 
     def rewind(self, buffers: Buffers) -> None:
-        """Put :attr:`state` back so that one more cast of the same masters gives the present codes,
-        as a loaded checkpoint needs; that cast then advances it again.
+        """Restore :attr:`state` so that one more cast of the same masters gives the present codes,
+        as a loaded checkpoint needs; that cast then advances the state again.
         """
         delayed, rounding = self.delayed_state(buffers), self.rounding(buffers)
         if delayed is not None:
@@ -268,7 +268,7 @@ class Recipe(ABC):
             rounding.counter[..., 1] -= 1
 
     def wrong_state(self, buffers: Buffers) -> str | None:
-        """Say what of :attr:`state` no cast can have left, in words; None where all is right."""
+        """Say which part of :attr:`state` no cast can have produced; None if there is none."""
         delayed, rounding = self.delayed_state(buffers), self.rounding(buffers)
         if delayed is not None:
             for name, scale in (("scale", delayed.scale), ("cast_scale", delayed.cast_scale)):
@@ -282,8 +282,8 @@ class Recipe(ABC):
         return None
 
     def round_to(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what a master element is rounded to first, for a weight of nominal dtype
-        ``dtype``.
+        """Return the dtype to which a master element is rounded first, for a weight of nominal
+        dtype ``dtype``.
         """
         return dtype if self.round_master else torch.float32
 

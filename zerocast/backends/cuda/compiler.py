@@ -56,7 +56,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def import_nvrtc() -> Any:
-    """CuPy's interface to NVRTC.
+    """Return CuPy's interface to NVRTC.
 
     Raises:
         BackendError: where CuPy or NVRTC is missing, with the remedy.
@@ -85,7 +85,7 @@ def compile_text(
         options: beside FLAGS.
 
     Returns:
-        The kernel's name in the cubin, the cubin, and what the compiler said.
+        The kernel's name in the cubin, the cubin, and the compiler's log.
 
     Raises:
         BackendError: where it does not compile, with the compiler's log.
@@ -133,9 +133,9 @@ def compiled(
     """Return the kernel's name in its cubin, and the cubin: from the cache, or compiled and kept.
 
     Args:
-        kernel: which.
+        kernel: the kernel.
         arch: such as ``"sm_90"``.
-        cache: a folder; None for :func:`default_cache`, which a user may be without.
+        cache: a folder; None for :func:`default_cache`, which may be None, too.
         afresh: compile also what the cache has, and replace it.
 
     Raises:

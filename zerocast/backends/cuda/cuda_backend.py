@@ -19,7 +19,7 @@ from zerocast.backends.cuda import tiling
 from zerocast.backends.cuda.code_copies import copy_codes
 from zerocast.backends.cuda.cuts import (
     Cuts,
-    Way,
+    WeightCuts,
     all_of,
     by_blocks,
     not_whole,
@@ -35,7 +35,7 @@ from zerocast.backends.cuda.fused_op_launch import fused_op
 from zerocast.backends.cuda.launcher import Kernel, Launcher
 from zerocast.backends.cuda.prepared import Tables
 from zerocast.backends.cuda.tiling import Cut
-from zerocast.backends.launches import in_turn, nothing, with_empty_shards
+from zerocast.backends.launches import in_sequence, nothing, with_empty_shards
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.errors import BackendError
 from zerocast.layout import BlockGrid, Extent
@@ -57,7 +57,7 @@ from zerocast.numerics import (
 )
 
 THREADS = 128
-"""Threads of a block in every kernel but those of ``transpose.cu``."""
+"""Threads of a block in every kernel except those of ``transpose.cu``."""
 
 SQUARE_THREADS = 256
 """Threads of a block in ``transpose.cu``."""
@@ -68,7 +68,7 @@ class CudaBackend(ReferenceBackend):
     promise. The changed parts of a tensor are found by torch, as in the reference.
 
     Args:
-        launcher: who runs the kernels. Its ``launches`` counts them.
+        launcher: runs the kernels, and counts them in ``launches``.
     """
 
     name = "cuda"
@@ -97,7 +97,7 @@ class CudaBackend(ReferenceBackend):
             cuts = Cuts.of(((tiling.patch_tiles, s.grid, s.whole),) for s in whole)
             grids = [shard.grid for shard in whole]
             one_pass = self._on_masters(kernel, fields, whole, grids, cuts, masters)
-            launch = in_turn(launch, one_pass)
+            launch = in_sequence(launch, one_pass)
         return launch
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:
@@ -146,17 +146,19 @@ class CudaBackend(ReferenceBackend):
     def select(self, numerics: NVFP4Numerics, operands: Operands) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
         kernel = Kernel("select", THREADS, _squared(numerics))
-        chosen, ways = [], list[Way]()
+        chosen, weight_cuts = [], list[WeightCuts]()
         for operand in operands:
             assert operand.candidates is not None
             if count := operand.candidates.cut.numel():
                 _check_choosing(operand.grid)
                 chosen.append(operand)
                 shape = count, operand.grid.blocks_w
-                ways.append(((tiling.plane_tiles, 0, shape, tiling.CHOSEN),))
+                weight_cuts.append(((tiling.plane_tiles, 0, shape, tiling.CHOSEN),))
         lists = self._tables.lists(chosen)
         rows = (tables.cast_row(o, o.grid, 0, self._address, lists.address) for o in chosen)
-        return self._tables.launch(kernel, rows, Cuts.of(ways), fields, chosen, lists.tensors)
+        return self._tables.launch(
+            kernel, rows, Cuts.of(weight_cuts), fields, chosen, lists.tensors
+        )
 
     def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         return with_empty_shards(self._compute_scale, numerics, operands)
@@ -181,7 +183,7 @@ class CudaBackend(ReferenceBackend):
         bits = numerics.fmt.bits
         kernel = Kernel("transpose", SQUARE_THREADS, (str(bits),))
 
-        def way_of(operand: TensorOperand) -> Way:
+        def cuts_of(operand: TensorOperand) -> WeightCuts:
             rows, cols = operand.grid.rows, operand.grid.cols
             if bits == 4:
                 _check_whole_bytes(cols)
@@ -193,7 +195,7 @@ class CudaBackend(ReferenceBackend):
                 return (codes,)
             return scale_cut(1, columnwise.plane.scales), codes
 
-        cuts = Cuts.of(map(way_of, operands))
+        cuts = Cuts.of(map(cuts_of, operands))
         rows = (tables.transpose_row(numerics, o, self._address) for o in operands)
         return self._tables.launch(kernel, rows, cuts, [], operands)
 
@@ -202,7 +204,7 @@ class CudaBackend(ReferenceBackend):
         if numerics.fmt.bits == 4:
             for operand in operands:
                 _check_whole_bytes(operand.grid.cols)
-        shape, grids, ways = tiled(
+        shape, grids, weight_cuts = tiled(
             [(operand.grid, None, [Extent(0, operand.grid.numel)]) for operand in operands]
         )
         kernel = Kernel("dequantize", THREADS, (tables.numerics_class(numerics), shape))
@@ -210,7 +212,7 @@ class CudaBackend(ReferenceBackend):
             tables.dequantize_row(operand, grid, self._address)
             for operand, grid in zip(operands, grids, strict=True)
         )
-        return self._tables.launch(kernel, rows, Cuts.of(ways), fields, operands)
+        return self._tables.launch(kernel, rows, Cuts.of(weight_cuts), fields, operands)
 
     def stage_codes(self, copies: Sequence[CodeCopy]) -> LaunchOn:
         return copy_codes(self._tables, self._address, copies, into_weights=False)
@@ -248,9 +250,9 @@ class CudaBackend(ReferenceBackend):
                 kind = shard.grid, second_grid(shard), extents
                 shards.append(shard)
                 of_shards.append(kinds.setdefault(kind, len(kinds)))
-        shape, grids, ways = tiled(list(kinds))
+        shape, grids, weight_cuts = tiled(list(kinds))
         kernel = Kernel(name, THREADS, (*template, shape))
-        seen, cuts = (grids[kind] for kind in of_shards), Cuts(tuple(ways), of_shards)
+        seen, cuts = (grids[kind] for kind in of_shards), Cuts(tuple(weight_cuts), of_shards)
         return self._on_masters(kernel, fields, shards, seen, cuts, masters)
 
     def _on_masters(
@@ -296,7 +298,7 @@ class CudaBackend(ReferenceBackend):
         kernel = Kernel("compute_scale_delayed", THREADS, ("true" if by_caller else "false",))
         fields = tables.numerics_fields(numerics, self.name)
         run = self._tables.launch(kernel, rows, None, fields, operands)
-        return in_turn(run, scales_by_callable(numerics, operands)) if by_caller else run
+        return in_sequence(run, scales_by_callable(numerics, operands)) if by_caller else run
 
     def _address(self, tensor: torch.Tensor | None) -> int:
         if tensor is None:

@@ -29,26 +29,25 @@ TILE, ROW_BLOCK_TILE = "Tile", "Tile32x256"
 """The shapes of tiles that kernels are compiled for: structs of ``tiles.h``."""
 
 
-Way = tuple[Cut, ...]
-"""All cuts of a weight."""
+WeightCuts = tuple[Cut, ...]
+"""All cuts of one weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The ways in which the weights of a launch are cut, each once, and for each weight the index
-    of its way.
+    """The distinct cuts of the weights of a launch, and for each weight their index.
 
-    Thousands of weights that are alike are so few objects.
+    So thousands of equal weights are few objects.
     """
 
-    ways: tuple[Way, ...]
+    distinct: tuple[WeightCuts, ...]
     of_weights: array[int]
 
     @classmethod
-    def of(cls, weights: Iterable[Way]) -> Cuts:
-        """Make the cuts of weights that are cut in these ways."""
-        places: dict[Way, int] = {}
-        of_weights = array("q", (places.setdefault(way, len(places)) for way in weights))
+    def of(cls, weights: Iterable[WeightCuts]) -> Cuts:
+        """Collect the cuts of each weight."""
+        places: dict[WeightCuts, int] = {}
+        of_weights = array("q", (places.setdefault(cuts, len(places)) for cuts in weights))
         return cls(tuple(places), of_weights)
 
     def tiles(self) -> torch.Tensor:
@@ -56,20 +55,20 @@ class Cuts:
 
         The cuts of one launch are made by one function, all at once.
         """
-        made = [(place, *cut) for place, way in enumerate(self.ways) for cut in way]
+        made = [(place, *cut) for place, cuts in enumerate(self.distinct) for cut in cuts]
         if not made:
             return torch.empty(0, 4, dtype=torch.int64, device="cpu")
         places, functions, *arguments = zip(*made, strict=True)
         (function,) = set(functions)
         tiles: torch.Tensor = function(places, *arguments)
-        if len(self.ways) == len(self.of_weights):
+        if len(self.distinct) == len(self.of_weights):
             return tiles
-        # What is made has the place of the way where the number of the weight belongs.
-        counts = torch.bincount(tiles[:, 0] & 0xFFFFFFFF, minlength=len(self.ways))
-        way = torch.frombuffer(self.of_weights, dtype=torch.int64)
-        weight, within = tiling.numbered(counts[way])
-        tiles = tiles[(counts.cumsum(0) - counts)[way[weight]] + within]
-        tiles[:, 0] += weight - way[weight]
+        # So far the tiles have the index of the distinct cuts in place of the weight's number.
+        counts = torch.bincount(tiles[:, 0] & 0xFFFFFFFF, minlength=len(self.distinct))
+        index = torch.frombuffer(self.of_weights, dtype=torch.int64)
+        weight, within = tiling.numbered(counts[index])
+        tiles = tiles[(counts.cumsum(0) - counts)[index[weight]] + within]
+        tiles[:, 0] += weight - index[weight]
         return tiles
 
 
@@ -109,10 +108,10 @@ def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
 
 def tiled(
     planes: Sequence[tuple[BlockGrid, BlockGrid | None, Sequence[Extent]]],
-) -> tuple[str, list[BlockGrid], list[Way]]:
+) -> tuple[str, list[BlockGrid], list[WeightCuts]]:
     """Return the shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by
     their grids, second ones, and the elements that are visited; the grids as tiles see them; the
-    cuts. Weights that are alike in all three need be given but once.
+    cuts. Weights that are equal in all three are given only once.
 
     One launch has one shape of tiles, so that its number does not depend on the weights.
     """
@@ -131,7 +130,7 @@ def tiled(
             f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
             f"{second}; cast this weight under use_backend('reference')."
         )
-    cuts: list[Way] = []
+    cuts: list[WeightCuts] = []
     if others or (alone and all(grid.num_blocks == 1 for grid, _, _ in planes)):
         grids = [tiling.tiled_grid(grid) for grid, _, _ in planes]
         for grid, (_, _, extents) in zip(grids, planes, strict=True):
@@ -164,7 +163,7 @@ def second_grid(shard: TensorOperand) -> BlockGrid | None:
     return planes[1].plane.grid if len(planes) > 1 else None
 
 
-def scale_cuts(planes: Sequence[PlaneBuffers]) -> Way:
+def scale_cuts(planes: Sequence[PlaneBuffers]) -> WeightCuts:
     """Say how the stored planes of a weight are cut."""
     return tuple(scale_cut(i, each.plane.scales) for i, each in enumerate(planes))
 

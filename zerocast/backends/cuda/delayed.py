@@ -1,8 +1,8 @@
 """Launches delayed scaling where the caller makes the scale from the history.
 
-The kernel keeps the history; the caller's function runs on the device as any torch code does. It
-runs whether or not the amax entered the history, so that the host waits for nothing, and only what
-enters is used.
+The kernel updates the history; the caller's function runs on the device as any torch code does. It
+runs whether or not the amax entered the history, so that the host waits for nothing, and its result
+is used only if the amax entered.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class DeviceLauncher:
 
     A launch goes to the stream that is torch's current one for the device at that moment, so it is
     ordered with torch's own kernels, and is recorded where that stream is being captured. Threads
-    share one launcher: the backward of a layer calls it in autograd's.
+    share one launcher: the backward of a layer calls it in autograd's thread.
 
     Args:
         device: a CUDA device with its index.
@@ -46,7 +46,7 @@ class DeviceLauncher:
         self.max_grid = MAX_GRID
         self._arch = architecture(torch.cuda.get_device_capability(device))
         self._functions: dict[Kernel, int] = {}
-        # Of each stream on which tables were sent: when the latest of them is there.
+        # By stream on which tables were sent: an event after the latest of them.
         self._uploads: dict[int, torch.cuda.Event] = {}
         self._one_thread = threading.Lock()  # for what is counted and noted here
         self._one_loads = threading.Lock()
@@ -76,7 +76,7 @@ class DeviceLauncher:
                 copy = table.pin_memory().to(self.device, non_blocking=True)
             if not self.capturing:
                 stream = torch.cuda.current_stream()
-                with self._one_thread:  # of two events on one stream the later one stays
+                with self._one_thread:  # of two events on one stream the later one is kept
                     self._uploads[stream.cuda_stream] = stream.record_event()
         return copy
 
@@ -105,7 +105,7 @@ class DeviceLauncher:
     def _load(self, kernel: Kernel) -> int:
         try:
             return self._function(*compiled(kernel, self._arch))
-        except self._driver.CUDADriverError:  # of a kept file, perhaps: a fresh one decides
+        except self._driver.CUDADriverError:  # perhaps of a kept file: try a new one
             return self._function(*compiled(kernel, self._arch, afresh=True))
 
     def _function(self, name: str, cubin: bytes) -> int:
@@ -141,11 +141,11 @@ class DeviceLauncher:
             ) from error
 
     def _make_context_current(self) -> None:
-        """Let the driver's calls of this thread go to the context that torch uses.
+        """Make the context that torch uses current for the driver's calls of this thread.
 
         Any call of the CUDA runtime does that. But torch makes none in a thread whose device is
-        already the right one, because memory comes from its cache. So the first call that
-        autograd's thread makes may be one of the driver, from here.
+        already the right one, because memory comes from its cache. So the first call of autograd's
+        thread may be a driver call from here.
         """
         if not getattr(self._thread, "has_context", False):
             self._cupy.runtime.setDevice(self.device.index)

@@ -22,12 +22,12 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _DRAFT = ".draft"
 
 _ABANDONED = 3600.0
-"""Seconds after which a draft's writer is taken for dead; writing one takes milliseconds."""
+"""Seconds after which a draft counts as abandoned; writing one takes milliseconds."""
 
 
 def default_cache() -> Path | None:
     """Return the user's cache directory (XDG), ``zerocast/kernels``; None for a user without a
-    home.
+    home directory.
     """
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -52,7 +52,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Let ``path`` hold ``content``, at no time a part of it, where its folder is this user's."""
+    """Write ``content`` to ``path`` atomically, where its folder is this user's."""
     with suppress(OSError):
         _make(path.parent)
         if not _is_own(os.lstat(path.parent), stat.S_ISDIR):

@@ -5,8 +5,8 @@ kernel on them. On a device that is :class:`zerocast.backends.cuda.device.Device
 run the same kernels, tables, grids and arguments on a CPU, through another launcher.
 
 Every argument of a kernel is 64 bits wide, an address or an int64, or a struct of such fields, and
-keeps its value from launch to launch, but for a buffer that a launch is given; so an argument table
-is made once.
+keeps its value from launch to launch, except a buffer that is passed to a launch; so an argument
+table is made once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KernelArguments:
         struct: the 64-bit fields of a last one, a struct that the kernel takes by value; none
             where it takes no struct.
         tables: the uploaded tables that the kernel reads.
-        alive: whatever else must live as long as the arguments.
+        alive: any further objects to keep alive with the arguments.
 
     Attributes:
         words, struct_fields: the numbers of both.
@@ -53,8 +53,8 @@ class KernelArguments:
         self._pointers = (ctypes.c_void_p * count)(*(first + i * size for i in range(count)))
 
     def replace(self, word: int, value: int) -> None:
-        """Give one of the single values of a launch that is about to be made: a buffer that lives
-        as long as one step.
+        """Set one of the single values for the next launch: the address of a buffer that exists for
+        one step only.
         """
         self._values[word] = value
 
@@ -106,9 +106,9 @@ class Launcher(Protocol):
     def capturing(self) -> bool: ...
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a host table that kernels can read: it is there before any later launch,
-        on whatever stream, and nothing waits for it here. In a capture, it is there for the
-        launches of the same capture.
+        """Return a copy of a host table that kernels can read: complete before any later launch, on
+        any stream, without a wait on the host. In a capture, it is complete for the launches of the
+        same capture.
 
         Raises:
             BackendError: in a capture, for a table that cannot be recorded.
@@ -120,7 +120,7 @@ class Launcher(Protocol):
         """
 
     def prepare(self, kernel: Kernel) -> int:
-        """Make ``kernel`` ready to be launched; the handle for :meth:`launch`.
+        """Make ``kernel`` ready to be launched; return the handle for :meth:`launch`.
 
         Raises:
             BackendError: where it cannot be compiled or loaded, with its name and the remedy.
@@ -129,7 +129,7 @@ class Launcher(Protocol):
     def launch(self, kernel: Kernel, handle: int, grid: int, arguments: KernelArguments) -> None:
         """Run ``grid`` thread blocks, after everything launched before on this thread's current
         stream. The memory of the tables is not used again before this stream is done with them,
-        whoever frees them meanwhile.
+        even if they are freed meanwhile.
 
         Raises:
             BackendError: where the driver refuses, with the kernel's name.

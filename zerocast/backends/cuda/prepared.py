@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from zerocast.backends.cuda.cuts import Cuts, Way
+from zerocast.backends.cuda.cuts import Cuts, WeightCuts
 from zerocast.backends.cuda.launcher import Kernel, KernelArguments, Launcher
 from zerocast.backends.launches import nothing
 from zerocast.errors import BackendError
@@ -25,12 +25,12 @@ KEPT_TILES = 256
 """Tables of tiles that stay on the device for the next launch of the same shapes, beside those that
 CUDA graphs read."""
 
-_Key = tuple[tuple[Way, ...], bytes]
+_Key = tuple[tuple[WeightCuts, ...], bytes]
 """The fields of :class:`Cuts`."""
 
 FEW_WEIGHTS = 4
-"""Up to so many weights a launch has tiles that are kept: an activation is cast and decoded again
-and again, in the same shape and at other addresses."""
+"""The most weights of a launch whose tiles are kept: an activation is cast and decoded repeatedly,
+in the same shape and at other addresses."""
 
 
 class Tables:
@@ -39,8 +39,8 @@ class Tables:
     Note: tables in a CUDA graph
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A graph repeats addresses and owns nothing. What is prepared in its capture has tables in the
-    graph's own memory, but for the tiles: those were sent before, so a table of tiles that a
-    capture has used is kept for good, as long as the process; one a shape. What was prepared before
+    graph's own memory, except the tiles: those were sent before, so a table of tiles that a
+    capture has used is kept until the process ends; one a shape. What was prepared before
     belongs to its owner, a plan, which therefore has to outlive the graphs that hold its launches.
     """
 
@@ -72,10 +72,10 @@ class Tables:
         runs.
 
         Args:
-            kernel: which.
+            kernel: the kernel.
             rows: one a weight, as the kernel's table has them.
             cuts: how each weight is cut.
-            numerics: the fields of NumericsTable; none where the kernel takes none.
+            numerics: the fields of NumericsTable; empty where the kernel takes no such struct.
             operands: the operands that the rows point to.
             others: tables that the rows point to.
             buffers: the number of tensors that each launch is given, whose addresses are the
@@ -109,7 +109,7 @@ class Tables:
         return launch
 
     def masters(self, masters: Masters) -> MasterTable:
-        """Return where ``masters`` are, one table for all launches."""
+        """Return the table of ``masters`` on the device, one for all launches."""
         with self._one_thread:
             known = self._masters.get(masters)
         if known is None:
@@ -125,7 +125,7 @@ class Tables:
         return Lists(self._launcher, [t for c in candidates for t in (c.cut, c.segments)])
 
     def _visited(self, cuts: Cuts) -> torch.Tensor:
-        key, capturing = (cuts.ways, cuts.of_weights.tobytes()), self._launcher.capturing
+        key, capturing = (cuts.distinct, cuts.of_weights.tobytes()), self._launcher.capturing
         if len(cuts.of_weights) > FEW_WEIGHTS:
             return self._visited_by_plans(key, cuts)
         with self._one_thread:
@@ -156,7 +156,7 @@ class Tables:
         with self._one_thread:
             self._tiles[key] = tiles
             if len(self._tiles) > KEPT_TILES:
-                self._tiles.popitem(last=False)  # that was used the longest ago
+                self._tiles.popitem(last=False)  # the least recently used
 
 
 def _table_of(rows: Iterable[list[int]]) -> tuple[array[int], int]:
@@ -169,7 +169,7 @@ def _table_of(rows: Iterable[list[int]]) -> tuple[array[int], int]:
 
 
 class MasterTable:
-    """``Masters.table`` where kernels can read it."""
+    """A copy of ``Masters.table`` that kernels can read."""
 
     def __init__(self, launcher: Launcher, masters: Masters) -> None:
         self._launcher = launcher
@@ -177,7 +177,7 @@ class MasterTable:
         self.tensor = launcher.upload(masters.table)
 
     def place(self, masters: Masters, slot: int) -> int:
-        """Return where a kernel finds the master of a slot."""
+        """Return the address at which a kernel reads the master of a slot."""
         return masters.place(slot, self.tensor)
 
     def follow(self, masters: Masters) -> None:
@@ -188,7 +188,7 @@ class MasterTable:
 
 
 class Lists:
-    """Lists of integers, given on the CPU, where kernels can read them: all in one table."""
+    """A copy of lists of integers, given on the CPU, that kernels can read: all in one table."""
 
     def __init__(self, launcher: Launcher, lists: Sequence[torch.Tensor]) -> None:
         self._alive = lists  # a freed tensor's id could become another's

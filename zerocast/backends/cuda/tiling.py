@@ -99,8 +99,8 @@ def shard_tiles(
 
 
 def has_row_blocks(grid: BlockGrid, columnwise: BlockGrid | None) -> bool:
-    """Say whether tiles of blocks of one row serve a weight: a tile cuts none of them but a single
-    one, and in the second plane blocks have one column.
+    """Say whether tiles of blocks of one row fit a weight: each tile holds whole blocks, or is part
+    of a single one, and in the second plane blocks have one column.
     """
     width = grid.block_w
     whole = width in (16, 32, 64, 128) or width % ROW_BLOCK_TILE_COLS == 0 or width >= grid.cols
@@ -181,7 +181,7 @@ def plane_tiles(
     """Return the tiles of planes, or matrices, of these shapes; int64 [tiles, 4], the fields of
     ``PlaneTile``.
 
-    What rows and columns count is up to ``tiles``, each one of those above.
+    ``tiles`` defines what rows and columns count; each is one of those above.
     """
     rows = [
         (weight + (plane << 32), *shape, *tile)
@@ -233,7 +233,7 @@ def _met_tiles(
     """Return the tiles that hold some of each weight's extent; ``sides`` are the rows of a row of
     blocks, and the rows and columns of a tile.
 
-    Groups of rows lie in one row of blocks each.
+    Each group of rows is in one row of blocks.
     """
     table, firsts, downs, acrosses = [], [], [], []
     for weight, grid, (block_h, height, width), extent in zip(
@@ -282,8 +282,8 @@ def is_met(
     last_col: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Say whether a tile holds elements from the first place to the last one."""
-    # Of the tile's rows those that the shard reaches, and of a cut row the columns: it is enough
-    # that one row of the tile is met.
+    # Of the tile's rows those that the shard reaches, and of a cut row the columns: the tile is met
+    # if one of its rows is.
     top = torch.maximum(row, first_row)
     bottom = torch.minimum(row + rows - 1, last_row)
     starts_late = (top == first_row) & (first_col >= col + cols)
@@ -297,11 +297,11 @@ def _laid_out(
     downs: Sequence[int],
     acrosses: Sequence[int],
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Rectangles of tiles, one a row of ``table``, row by row: of each tile the fields of its row
-    of the table, the group of rows and the column.
+    """Lay out rectangles of tiles, one a row of ``table``, row by row. Return of each tile the
+    fields of its row of the table, the group of rows and the column.
 
     Args:
-        table: whatever is known of each rectangle.
+        table: the fields of each rectangle.
         firsts: the number of its first group of rows.
         downs, acrosses: the numbers of its groups and columns.
     """

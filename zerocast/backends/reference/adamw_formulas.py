@@ -1,7 +1,7 @@
 """The update of AdamW in plain torch; see "AdamW" in the numerics' documentation.
 
-torch's own operations are not it: some fuse a product and a sum where the machine can, and its
-square root on a CPU is off by one unit in the last place for some values.
+torch's own operations differ: some fuse a product and a sum where the machine can, and the square
+root on a CPU is off by one unit in the last place for some values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zerocast.numerics import AdamWUpdate
 
 def update(by: AdamWUpdate) -> None:
     """Make one step on one tensor."""
-    # FP32 values by their bits: a thread that flushes subnormals would round others.
+    # FP32 values by their bits: a thread that flushes subnormals would round some differently.
     bits = torch.tensor(adamw_numbers(by.numbers), dtype=torch.int64, device="cpu")
     numbers = bits.to(torch.int32).view(torch.float32).to(by.master.device)
     decay, sign, weight, _, square_decay, square_weight, correction, eps, step = numbers
@@ -31,8 +31,8 @@ def update(by: AdamWUpdate) -> None:
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Return ``a * b + c`` of FP32 tensors, rounded once.
 
-    The product is exact in FP64. Their sum is rounded to odd there: away from what FP32 could take
-    for a tie that it is not.
+    The product is exact in FP64. Its sum with ``c`` is rounded to odd there, so that rounding to
+    FP32 sees no false tie.
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c

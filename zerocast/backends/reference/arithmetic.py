@@ -13,8 +13,8 @@ def fl(value: float) -> float:
 
 
 def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
-    """``a / b``, of which one is a tensor, rounded once. (torch makes ``float / tensor``, and on a
-    GPU ``tensor / float``, a product with the reciprocal, which is rounded twice.)
+    """Return ``a / b``, of which one is a tensor, rounded once. (torch computes ``float / tensor``,
+    and on a GPU ``tensor / float``, as a product with the reciprocal, which is rounded twice.)
     """
     like = a if isinstance(a, torch.Tensor) else b
     assert isinstance(like, torch.Tensor)
@@ -23,5 +23,5 @@ def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
 
 
 def not_above_flt_max(x: torch.Tensor) -> torch.Tensor:
-    """FLT_MAX in place of infinity; NaN stays."""
+    """Return ``x`` with FLT_MAX in place of infinity; NaN stays."""
     return x.clamp(max=FLT_MAX)

@@ -67,8 +67,8 @@ def runs(target: Comparison, changes: Changes) -> tuple[int, int, torch.Tensor]:
 
 
 def most_runs(target: Comparison, changes: Changes) -> tuple[int, int]:
-    """Return the most entries and elements that :func:`runs` may give: a run has a change, and from
-    the next one so many elements part it as are left out.
+    """Return the most entries and elements that :func:`runs` may give: each run has a change, and
+    unchanged elements separate it from the next run.
     """
     size, changed = len(target.values), int(changes.count)
     closed = 1 + _ENTRY_BYTES // target.values.itemsize
@@ -77,7 +77,7 @@ def most_runs(target: Comparison, changes: Changes) -> tuple[int, int]:
 
 
 def places_in(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """int64: the places in all runs."""
+    """Return the places in all runs, int64."""
     before = lengths.cumsum(0) - lengths
     return torch.repeat_interleave(starts - before, lengths) + torch.arange(
         int(lengths.sum()), dtype=torch.int64, device=starts.device
@@ -85,7 +85,7 @@ def places_in(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _flagged(flags: torch.Tensor) -> torch.Tensor:
-    """int64: the places of the flags that are set, ascending."""
+    """Return the places of the flags that are set, int64, ascending."""
     words = flags.nonzero().view(-1)
     bits = torch.arange(_BITS, dtype=torch.int64, device=flags.device)
     places = words.unsqueeze(1) * _BITS + bits

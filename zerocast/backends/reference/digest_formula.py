@@ -20,8 +20,8 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def digest(values: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """int64 []: of ``values``, contiguous, whose first byte is byte ``first`` of the whole
-    tensor.
+    """Return the digest, int64 [], of ``values``, contiguous, whose first byte is byte ``first`` of
+    the whole tensor.
     """
     data = values.detach().unsqueeze(-1).view(torch.uint8).view(-1)
     head = min(-first % _HALFWORD, data.numel())
@@ -41,8 +41,8 @@ def digest(values: torch.Tensor, first: int = 0) -> torch.Tensor:
 def digest_of(
     values: torch.Tensor, places: torch.Tensor, instead_of: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int64 []: what elements ``values`` at ``places`` (int64) of a tensor add to its digest, if
-    they stand there ``instead_of`` other ones, or of zeros.
+    """Return what elements ``values`` at ``places`` (int64) of a tensor add to its digest, int64
+    [], if they replace the elements ``instead_of``, or zeros.
     """
     if values.itemsize > 1:
         count = values.itemsize // _HALFWORD
@@ -57,7 +57,7 @@ def digest_of(
 
 
 def _in_halfwords(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """int64: the halfwords of elements, or what single bytes are in theirs."""
+    """Return the halfwords of elements, int64; of single bytes their part of a halfword."""
     if values.itemsize > 1:
         return values.view(-1).view(torch.int16).long()
     data = values.view(-1)
@@ -66,13 +66,13 @@ def _in_halfwords(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _keys(halfwords: torch.Tensor) -> torch.Tensor:
-    """int64, odd, of int64 places of halfwords."""
+    """Return the keys, int64 and odd, of int64 places of halfwords."""
     return _in_row(halfwords.device)[halfwords % _ROW] * _mixed(halfwords // _ROW)
 
 
 @cache
 def _in_row(device: torch.device) -> torch.Tensor:
-    """The factors of a row's halfwords."""
+    """Return the factors of a row's halfwords."""
     lanes = torch.arange(_LANES, dtype=torch.int64, device=device)
     plain = (_mixed(lanes - _LANES) >> 33) & 0x7FFFFFFF | 1
     weighted = (_mixed(lanes - 2 * _LANES) >> 33) & 0x7FFFFFFE
@@ -83,7 +83,7 @@ def _in_row(device: torch.device) -> torch.Tensor:
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """int64, odd, of int64 ``numbers``: multiplied by the golden ratio's bits, and mixed."""
+    """Return int64 ``numbers`` multiplied by the golden ratio's bits and mixed: int64, odd."""
     bits = (numbers + 1) * -0x61C8864680B583EB
     bits = (bits ^ (bits >> 32)) * -0x40A7B892E31B1A47
     return (bits ^ (bits >> 29)) | 1

@@ -9,19 +9,19 @@ from zerocast.numerics import INFINITY_BITS, NAN_BITS, Masters, TensorOperand
 
 
 def indices(shard: TensorOperand) -> torch.Tensor:
-    """[n] int64 flat indices, in the whole weight, of the shard's elements."""
+    """Return the flat indices, int64 [n], of the shard's elements in the whole weight."""
     start, end = shard.extent.start, shard.extent.end
     device = present(shard.planes[0].block_amax).device
     return torch.arange(start, end, dtype=torch.int64, device=device)
 
 
 def amax_of(operand: TensorOperand) -> torch.Tensor:
-    """int32 [1]: the tensor amax, of an operand that has amaxes."""
+    """Return the tensor amax, int32 [1], of an operand that has amaxes."""
     return present(operand.tensor_amax)
 
 
 def rounded(shard: TensorOperand, masters: Masters) -> torch.Tensor:
-    """[n] FP32: the shard's master elements, rounded to the weight's nominal dtype."""
+    """Return the shard's master elements, FP32 [n], rounded to the weight's nominal dtype."""
     master = present(masters.tensors[shard.slot])
     assert master.numel() == shard.extent.size
     return master.detach().reshape(-1).float().to(shard.round_to).float()

@@ -1,7 +1,7 @@
 """Chooses by 4-over-6 which of two scales each block takes, also where ranks share the block.
 
-The errors of a block are summed in one fixed order, rows inside the block first, so that whoever
-adds them gets the same sum; see :class:`zerocast.numerics.FourOverSixErrors` for what is exchanged.
+The errors of a block are summed in one fixed order, rows inside the block first, so that every rank
+gets the same sum; see :class:`zerocast.numerics.FourOverSixErrors` for what is exchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zerocast.numerics import Masters, NVFP4Numerics, TensorOperand, decode, enc
 
 
 def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Masters) -> None:
-    """Return the choices of the blocks that this rank owns alone; of the others its row errors, and
-    its elements of the rows that are cut, too.
+    """Write the choices of the blocks that this rank owns alone; of the others its row errors, and
+    its elements of the rows that are cut.
     """
     grid, candidates = shard.grid, present(shard.candidates)
     index = indices(shard)
@@ -48,7 +48,7 @@ def write_own_part(numerics: NVFP4Numerics, shard: TensorOperand, masters: Maste
 
 
 def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
-    """Put together what was exchanged: the choices of all blocks in cut rows of blocks."""
+    """Choose for all blocks in cut rows of blocks, from what was exchanged."""
     grid, candidates = operand.grid, present(operand.candidates)
     cut = candidates.cut.tolist()
     x = torch.zeros(grid.numel, dtype=torch.float32, device=amax_of(operand).device)
@@ -67,7 +67,7 @@ def choose_in_cut_rows(numerics: NVFP4Numerics, operand: TensorOperand) -> None:
 
 
 def _row_of_blocks(operand: TensorOperand, row: int) -> slice:
-    """Return where the choices of a row of blocks are."""
+    """Return the slice of the choices of a row of blocks."""
     start = row * operand.grid.blocks_w - present(operand.candidates).first_block
     return slice(start, start + operand.grid.blocks_w)
 

@@ -35,7 +35,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def element_draws(index: torch.Tensor, seed: int, name_hash: int, step: int) -> torch.Tensor:
-    """[n] int64: the 16 random bits of each element.
+    """Return the 16 random bits of each element, int64 [n].
 
     Args:
         index: int64 [n] flat indices in the whole weight.

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 class ReferenceBackend:
     """Plain torch on any device; see :class:`zerocast.numerics.Backend` for what the methods
-    promise. A compiled backend is this one with compiled operations in the place of its own.
+    promise. A compiled backend inherits this one and replaces operations by compiled ones.
     """
 
     name = "reference"
@@ -184,7 +184,7 @@ def _for_shards(operands: Operands, run: Callable[[TensorOperand], None]) -> Lau
 
 
 def _sizes(copies: Sequence[CodeCopy]) -> list[int]:
-    """Bytes of the buffer before each copy, which is not in one, and of the copy, by turns."""
+    """Return, for each copy, the bytes of the buffer between it and the one before, and its own."""
     ends = [0, *(copy.staged + len(copy.codes) for copy in copies)]
     gaps = [copy.staged - end for copy, end in zip(copies, ends, strict=False)]
     lengths = [len(copy.codes) for copy in copies]

@@ -80,8 +80,8 @@ def _mx_scales(numerics: MXNumerics, amax: torch.Tensor) -> Scales:
 def nvfp4_scales(
     numerics: NVFP4Numerics, block: torch.Tensor, tensor: torch.Tensor, choices: torch.Tensor | None
 ) -> Scales:
-    """FP32 [blocks] and [1] amaxes; under 4-over-6 ``choices``, [blocks] or more: 1 for map4, 0 for
-    map6.
+    """Return the scales of blocks, from FP32 [blocks] and [1] amaxes; under 4-over-6 by
+    ``choices``, [blocks] or more: 1 for map4, 0 for map6.
     """
     encode_scale = not_above_flt_max(divide(numerics.fmt.max * numerics.scale_max, tensor))
     encode_scale = torch.where(tensor == 0, 1.0, encode_scale)
@@ -101,7 +101,7 @@ def nvfp4_scales(
 def decode_multipliers(
     numerics: Numerics, stored: torch.Tensor, tensor_amax: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return what codes under the ``stored`` scales are multiplied by: FP32, of the same shape."""
+    """Return the factors by which codes under the ``stored`` scales are decoded, FP32."""
     if isinstance(numerics, NVFP4Numerics):
         maxima = numerics.fmt.max * numerics.scale_max
         return decode(stored, numerics.scale_fmt) * present(tensor_amax) * fl(1 / maxima)

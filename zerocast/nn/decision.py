@@ -1,0 +1,215 @@
+"""decide: says which weights of a model a conversion replaces, and why others stay as they are.
+
+It changes nothing. :mod:`zerocast.nn.convert` applies the decision.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerocast.cast.amax_groups import Groups, check_patterns, is_auto
+from zerocast.errors import InputError
+from zerocast.layout import Source
+from zerocast.nn.grouped import group_labels
+from zerocast.nn.included import (
+    ParameterPlace,
+    check_not_replaced,
+    included_weights,
+    places,
+    why_not_included,
+    why_not_weight,
+)
+from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
+from zerocast.recipes import Recipe
+from zerocast.tensors.wrapped_names import named_modules
+
+
+@dataclass(slots=True)
+class Candidate:
+    """The weight of a linear layer, or of other modules that ``include`` names.
+
+    Attributes:
+        name: the name of the layer, or of the weight of other modules.
+        weight: the parameter; None where the layer computes it.
+        places: the modules that have it: of a linear layer, this one alone.
+        is_linear: whether it is that of a linear layer.
+        why_left: the reason why it stays as it is; None where it is converted.
+        is_wanted: whether it was to be converted, so that ``strict`` asks for it.
+    """
+
+    name: str
+    weight: torch.Tensor | None
+    places: list[ParameterPlace]
+    is_linear: bool
+    why_left: str | None
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The result of :func:`decide`.
+
+    Attributes:
+        recipe, weights: as given.
+        candidates: those of linear layers first.
+        labels: the label of the amax group of each converted weight that is in one.
+        is_auto: whether the groups are those that servers are known to fuse.
+    """
+
+    recipe: Recipe
+    weights: str
+    candidates: list[Candidate]
+    labels: dict[torch.Tensor, str]
+    is_auto: bool
+
+    @property
+    def converted(self) -> list[Candidate]:
+        """The candidates that are converted."""
+        return [each for each in self.candidates if each.why_left is None]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The reasons of the others, by name."""
+        return {each.name: each.why_left for each in self.candidates if each.why_left is not None}
+
+    @property
+    def amax_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the members of each group, where the recipe has a scale of the tensor."""
+        groups: dict[str, list[str]] = {}
+        for each in self.converted if self.recipe.scales_tensor else ():
+            if each.weight in self.labels:
+                groups.setdefault(self.labels[each.weight], []).append(each.name)
+        return tuple(map(tuple, groups.values()))
+
+    def check_strict(self) -> None:
+        """Raise :class:`InputError` where a candidate that is wanted is left."""
+        reasons = [
+            f"{each.name}: {each.why_left}"
+            for each in self.candidates
+            if each.is_wanted and each.why_left is not None
+        ]
+        if reasons:
+            raise InputError(
+                f"strict=True needs every linear layer that filter_fqns does not leave out, and "
+                f"every weight that include names, to be converted, and {len(reasons)} cannot be: "
+                f"{'; '.join(reasons[:8])}{'; ...' if len(reasons) > 8 else ''}. Leave them out, "
+                f"or convert without strict."
+            )
+
+
+def decide(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    weights: str,
+    filter_fqns: Filter,
+    include: Sequence[str],
+    amax_groups: Groups,
+) -> Decision:
+    """Decide what :func:`zerocast.nn.convert` does with these arguments of it.
+
+    Raises:
+        InputError: as :func:`zerocast.nn.convert` without ``strict``.
+    """
+    if weights not in ("quantized", "high_precision", "master"):
+        raise InputError(
+            f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
+            f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
+        )
+    if weights == "master" and recipe.columnwise_source is Source.TRANSPOSED_MASTER:
+        raise InputError(
+            f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
+            f"from shards of the master, got {recipe}, which casts the transposed tensor; give "
+            f"weights blocks of two dimensions."
+        )
+    layer_filter = LayerFilter(filter_fqns, model)
+    if weights == "high_precision" and is_auto(amax_groups):
+        amax_groups = ()
+    if not is_auto(amax_groups):
+        check_patterns(amax_groups)
+    if weights == "high_precision" and (amax_groups or include):
+        raise InputError(
+            f"{'amax_groups' if amax_groups else 'include'} needs weights that hold codes "
+            f"(weights='quantized') or are gathered in codes ('master'), got "
+            f"weights='high_precision', under which only linear layers quantize, one by one."
+        )
+    check_not_replaced(model)
+    included = included_weights(model, include)
+    linears = _linears(model, layer_filter, recipe, weights)
+    others = [
+        Candidate(
+            found[0][0], weight, found, False, why_not_included(weight, found, recipe, weights)
+        )
+        for weight, found in included.items()
+    ]
+    if weights != "high_precision":
+        _leave_tied(model, linears, others)
+    layers = {each.name: each.weight for each in linears if each.why_left is None}
+    # The masters of an amax group are known by their layers.
+    stacks = {each.weight for each in others if each.why_left is None and weights == "quantized"}
+    labels = group_labels(model, amax_groups, layers, stacks, recipe)
+    return Decision(recipe, weights, [*linears, *others], labels, is_auto(amax_groups))
+
+
+def _linears(
+    model: torch.nn.Module, layer_filter: LayerFilter, recipe: Recipe, weights: str
+) -> list[Candidate]:
+    """Return the linear layers, with the reasons that do not depend on other layers."""
+    names: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
+    for fqn, module in named_modules(model, remove_duplicate=False):
+        if isinstance(module, torch.nn.Linear):
+            names.setdefault(module, []).append(fqn)
+    adapters, candidates = _adapters(model), []
+    for module, fqns in names.items():
+        name, weight = fqns[0], module._parameters.get("weight")
+        unwanted: str | None
+        if module in adapters:
+            unwanted = "is part of an adapter, which is trained in high precision"
+        else:
+            unwanted = layer_filter.why_not(module, fqns)
+        why = unwanted
+        if why is None and weight is not None:
+            why = why_not_weight(weight, name, recipe, weights, module)
+            if why is None and layer_filter.leaves_small:
+                why = unwanted = why_small(recipe, weight.shape)
+        elif why is None:
+            why = "its weight is computed from other parameters (a parametrization, pruning)"
+        place = f"{name}.weight".lstrip("."), module, "weight"
+        candidates.append(Candidate(name, weight, [place], True, why, unwanted is None))
+    return candidates
+
+
+def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the modules of peft's adapters, which its layers name in an attribute."""
+    return {
+        part
+        for module in model.modules()
+        for name in getattr(module, "adapter_layer_names", ())
+        if isinstance(adapter := getattr(module, name, None), torch.nn.Module)
+        for part in adapter.modules()
+    }
+
+
+def _leave_tied(
+    model: torch.nn.Module, linears: Sequence[Candidate], others: Sequence[Candidate]
+) -> None:
+    """Leave weights that are also used where they stay in high precision."""
+    converted = {
+        (module, name)
+        for each in (*linears, *others)
+        if each.why_left is None
+        for _, module, name in each.places
+    }
+    elsewhere: dict[torch.Tensor | None, str] = {}
+    for parameter, (fqn, module, name) in places(model):
+        if (module, name) not in converted:
+            elsewhere.setdefault(parameter, fqn)
+    for each in linears:
+        if each.why_left is None and each.weight in elsewhere:
+            each.why_left = (
+                f"its weight is tied with {elsewhere[each.weight]}, which stays as it is"
+            )
+    why_linear = {each.weight: each.why_left for each in linears}
+    for each in others:
+        if each.why_left is None and (why := why_linear.get(each.weight)) is not None:
+            each.why_left = f"is tied with a linear layer, which stays as it is: {why}"
