@@ -401,7 +401,7 @@ def test_steps_are_the_cast() -> None:
     """A profiler that runs the named steps one by one gets what cast() gives."""
     master = draw_values("normal", NUMEL, 1)
     planned = Planned(SingleRank(), NVFP4, master)
-    steps = planned.plan.steps
+    steps = dict(planned.plan.pipeline)
     assert list(steps) == ["partial_amax", "reduce_amax", "compute_scale", "partial_cast"]
     for step in steps.values():
         step()

@@ -38,6 +38,7 @@ from zerocast.tensors import (
     rebuild_derived,
 )
 from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.untraced import untraced
 
 
 @contextmanager
@@ -220,6 +221,7 @@ class PreparedCast:
 
     # --- the first step of a cast ---
 
+    @untraced
     def measure(self, version: CastVersion, attempt: Attempt) -> None:
         """Take the amaxes of the masters, and write what codes wait for nothing, but where an
         update has just done so; nothing after an error.

@@ -3,16 +3,17 @@ ranks.
 
 Nothing is worked out here a second time. The weights are on the meta device, which has shapes and
 no memory. From them the objects are made that make a step: :class:`ShardedWeights`, the rounds of
-gradients, :class:`CastCollectives`, :class:`CastSteps`. Their collectives run on a
-:class:`RecordingCommunicator` around a rank that is alone, and their launches are those of a
-backend that counts. So a dry run sends what a step sends, call by call, and takes the memory that
-it takes; the tests compare both with real steps.
+gradients, :class:`CastCollectives`, :class:`CastSteps` and their :class:`CastPipeline`. Their
+collectives run on a :class:`RecordingCommunicator` around a rank that is alone, and their launches
+are those of a backend that counts. So a dry run sends what a step sends, call by call, and takes
+the memory that it takes; the tests compare both with real steps.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -35,6 +36,14 @@ from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import Weight, storage_kind
 from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.pipeline import CastPipeline
+
+SENT = {
+    "reduce_scatter": "gradients", "optimizer": "whole gradients and masters",
+    "reduce_amax": "amaxes", "reduce_candidates": "choices", "compute_scale": "votes",
+    "all_gather_scales": "scales",
+}  # fmt: skip
+"""What steps send, for those that send one thing."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class DryRun:
     Attributes:
         comm: has counted what this rank sends to the others, by what it is.
         tp_comms: the same for groups of tensor parallelism that record.
-        work: the launches, and the bytes that they read and write, by operation.
+        steps: the names of what a step consists of, in order.
+        work: the launches, and the bytes that they read and write, by these names.
         memory: bytes that this rank holds, by what they are.
     """
 
@@ -99,7 +109,9 @@ class DryRun:
         self._backend = CountingBackend(options.device)
         self.work = self._backend.work
         self._plan_cast()
-        self._step()
+        pipeline = self._pipeline()
+        pipeline.run(self._counted)
+        self.steps = [name for name, _ in pipeline]
         self.memory = self._count_memory()
 
     def _plan_cast(self) -> None:
@@ -144,27 +156,34 @@ class DryRun:
 
     # --- the step ---
 
-    def _step(self) -> None:
-        """Run the phases of ZeroOptimizer.step, in their order."""
-        with self.comm.label("gradients"):
-            self._reduce_gradients()
-        with self.comm.label("whole gradients and masters"):
-            self._update_masters()
-        if self._storages:
-            self._make_codes()
-        elif self._options.device == "cpu":
-            with self.comm.label("votes"):
-                raise_in_all(self._comms, None)
-        plain = [bucket for bucket in self._shards.buckets if not bucket.kind.is_codes]
-        rounded = [(4 + b.kind.dtype.itemsize) * b.layout.rank_numel for b in plain]
-        self._count("store_plain", sum(rounded))
-        with self.comm.label("scales"):
-            for gather in self._collectives.scale_gathers:
-                gather.start()()
-        for bucket in self._shards.buckets:
-            with self.comm.label("codes" if bucket.kind.is_codes else "plain weights"):
-                bucket.all_gather(self.comm)
-        self._cast.run("expand_scales", "transpose")
+    def _pipeline(self) -> CastPipeline:
+        """Return what ZeroOptimizer.step does."""
+        pipeline = self._cast.pipeline(
+            reduce_scatter=self._reduce_gradients,
+            optimizer=self._update_masters,
+            store_plain=self._store_plain,
+            all_gather=self._all_gather,
+        )
+        if not self._storages:
+            return pipeline
+        exchange = self._collectives.exchange
+        if self._cast.chooses_scales:
+            pipeline = pipeline.having(reduce_candidates=exchange.reduce_candidates)
+        return pipeline.having(
+            reduce_amax=exchange.reduce_amax,
+            compute_scale=self._compute_scale,
+            all_gather_scales=self._all_gather_scales,
+            post_all_gather_processing=partial(self._cast.run, "transpose"),
+        )
+
+    @contextmanager
+    def _counted(self, step: str) -> Iterator[None]:
+        """Count the launches of a step, and what it sends to ranks of any kind."""
+        self._backend.step = step
+        with ExitStack() as labels:
+            for comm in (self.comm, *self.tp_comms):
+                labels.enter_context(comm.label(SENT.get(step, "")))
+            yield
 
     def _reduce_gradients(self) -> None:
         """Send the rounds; with ``overlap_grad_reduce`` all but the last with every backward."""
@@ -176,7 +195,7 @@ class DryRun:
         # Gradients are copied into buffers, and the rows that arrive added to FP32 sums.
         sent = sum(each.nbytes for each in self._rounds)
         summed = 8 * self.comm.size * self._shards.num_columns
-        self._count("gradients", passes * (self._gradient_bytes() + 2 * sent + summed))
+        self._count(passes * (self._gradient_bytes() + 2 * sent + summed))
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of all weights' gradients, each in its own dtype."""
@@ -196,34 +215,34 @@ class DryRun:
         state = [v for i in masters for v in inner.state(i).values()]
         self._state_bytes = sum(v.nbytes for v in state if isinstance(v, torch.Tensor))
         held = sum(master.nbytes for master in masters.values())
-        self._count("optimizer", 3 * held + 2 * self._state_bytes)
+        self._count(3 * held + 2 * self._state_bytes)
+        if not self._storages and self._options.device == "cpu":
+            with self.comm.label(SENT["compute_scale"]):
+                raise_in_all(self._comms, None)
 
-    def _make_codes(self) -> None:
-        exchange = self._collectives.exchange
-        self._cast.run("partial_amax")
-        with self._labelled("amaxes"):
-            exchange.reduce_amax()
-        self._cast.run("partial_select")
-        with self._labelled("choices"):
-            exchange.reduce_candidates()
-        self._cast.run("select", "compute_scale")
+    def _compute_scale(self) -> None:
+        self._cast.run("compute_scale")
         numerics = {storage.recipe.numerics for storage in self._storages}
         if any(callable(getattr(each, "amax_compute_algo", None)) for each in numerics):
-            with self._labelled("votes"):
-                raise_in_all(self._comms, None)
-        self._cast.run("partial_cast")
+            raise_in_all(self._comms, None)
 
-    def _count(self, name: str, nbytes: int) -> None:
+    def _store_plain(self) -> None:
+        plain = [bucket for bucket in self._shards.buckets if not bucket.kind.is_codes]
+        self._count(sum((4 + b.kind.dtype.itemsize) * b.layout.rank_numel for b in plain))
+
+    def _all_gather_scales(self) -> None:
+        for gather in self._collectives.scale_gathers:
+            gather.start()()
+        self._cast.run("expand_scales")
+
+    def _all_gather(self) -> None:
+        for bucket in self._shards.buckets:
+            with self.comm.label("codes" if bucket.kind.is_codes else "plain weights"):
+                bucket.all_gather(self.comm)
+
+    def _count(self, nbytes: int) -> None:
         """Count what no backend is asked for: torch's own operations, without their launches."""
-        self.work[name] = Work(0, nbytes)
-
-    @contextmanager
-    def _labelled(self, name: str) -> Iterator[None]:
-        """Count under ``name`` what is sent to ranks of any kind within the context."""
-        with ExitStack() as labels:
-            for comm in (self.comm, *self.tp_comms):
-                labels.enter_context(comm.label(name))
-            yield
+        self.work[self._backend.step] = Work(0, nbytes)
 
     # --- memory ---
 
