@@ -106,7 +106,8 @@ class PreparedCast:
         self._measured: tuple[object, ...] | None = None  # by an update
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
-        self.addresses = Addresses(weights, specs, is_flat=is_flat)
+        lying = () if self._device.type == "meta" else specs  # whose weights have no memory
+        self.addresses = Addresses(weights, lying, is_flat=is_flat)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()

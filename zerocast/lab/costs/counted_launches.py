@@ -13,6 +13,7 @@ import torch
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.cuda import CudaBackend
 from zerocast.backends.launches import nothing
+from zerocast.backends.reference import ReferenceBackend
 from zerocast.numerics import Launch, Masters, Numerics, Operands, TensorOperand
 
 BACKENDS: dict[str, type[CpuBackend | CudaBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
@@ -32,8 +33,8 @@ class Work:
     nbytes: int = 0
 
 
-class CountingBackend:
-    """The operations of a cast as :class:`zerocast.numerics.Backend` has them, without effect.
+class CountingBackend(ReferenceBackend):
+    """A backend whose operations of a cast have no effect.
 
     Args:
         name: one of :data:`BACKENDS`, which reads masters once or twice.
@@ -44,7 +45,7 @@ class CountingBackend:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.reads_once = name, BACKENDS[name].reads_once
+        self.name, self.reads_once = name, BACKENDS[name].reads_once  # type: ignore[method-assign]
         self.step, self.work = "", dict[str, Work]()
 
     def partial_amax(
