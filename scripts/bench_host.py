@@ -172,7 +172,7 @@ def zero_parts(weights: int) -> dict[str, Work]:
     for _, param in params:
         param.grad = gradient
     optimizer.step()
-    phases = optimizer.phases
+    phases = dict(optimizer.phases)
     parts: dict[str, Work] = {}
     for part, names in ZERO_PARTS.items():
         parts[part] = partial(run_all, [phases[name] for name in names])

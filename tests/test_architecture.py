@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fence
+from zerocast.tensors.pipeline import ORDER
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zerocast"
@@ -57,18 +58,8 @@ PUBLIC_MODULES = (
     "zerocast.nn.tensor_parallel",
 )
 
-# Of exports and checkpoints, whose objects are about to change places.
-PRIVATE_NAMES_USED = {
-    ("zerocast.checkpoint.zero_training", "_progress"),
-    ("zerocast.export.entries", "_prepared"),
-    ("zerocast.export.entries", "_specs"),
-    ("zerocast.export.entries", "_weights_of"),
-    ("zerocast.export.shard_plan", "_comms"),
-    ("zerocast.export.shard_plan", "_device"),
-    ("zerocast.export.shard_plan", "_prepared"),
-    ("zerocast.export.shard_plan", "_steps"),
-    ("zerocast.export.shard_plan", "_verification"),
-}
+# A checkpoint reads how far an optimizer has come.
+PRIVATE_NAMES_USED = {("zerocast.checkpoint.zero_training", "_progress")}
 
 
 # --- imports run one way ---
@@ -307,6 +298,49 @@ def test_no_two_classes_share_a_name():
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == ["Config"]
+
+
+def orders_of_steps(source: str) -> int:
+    """How often ``source`` lists "partial_amax" and two other steps of a cast or more: in a list, a
+    tuple, the keys of a dict, or calls in one function that are given the name of a step.
+    """
+    steps = {*ORDER[ORDER.index("partial_amax") : ORDER.index("store_plain")]}
+    found = 0
+    for node in ast.walk(ast.parse(source)):
+        values: list[ast.AST | None] = []
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            values += node.elts
+        elif isinstance(node, ast.Dict):
+            values += node.keys
+        elif isinstance(node, ast.FunctionDef):
+            calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+            values += [call.args[0] for call in calls if len(call.args) == 1]
+        named = {value.value for value in values if isinstance(value, ast.Constant)} & steps
+        found += "partial_amax" in named and len(named) >= 3
+    return found
+
+
+def test_the_order_of_a_cast_is_stated_once():
+    """By the pipeline; whoever runs steps, makes some or replaces one asks it."""
+    stated = {
+        fence.module_of(file): count
+        for file in PACKAGE.rglob("*.py")
+        if (count := orders_of_steps(file.read_text()))
+    }
+    assert stated == {"zerocast.tensors.pipeline": 1}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'STEPS = ("partial_amax", "reduce_amax", "partial_cast")',
+        'steps = {"partial_amax": first, "select": then, "compute_scale": last}',
+        'def cast():\n  run("partial_amax")\n  run("compute_scale")\n  run("partial_cast")',
+    ],
+)
+def test_another_order_is_seen(source):
+    """As a list, as a dict, and as calls that follow each other."""
+    assert orders_of_steps(source) == 1
 
 
 def test_no_path_of_a_machine():

@@ -92,7 +92,7 @@ def test_amax_memory_follows_the_shard():
         master = torch.zeros(weight.numel() // comm.size)
         other = zerocast.empty(weight.shape, weight.recipe, columnwise=False)
         plan = zerocast.CastPlan([other], [master], [start], comm, exchange="boundary")
-        held = plan._exchange.buffers
+        held = plan._cast.exchange.buffers
         return held.reduced.numel() + sum(len(a) for a in held.amaxes[0].blocks.values())
 
     assert max(zerocast.comm.run_in_process(16, buffers)) <= 4096 // 16 + 4 + 1

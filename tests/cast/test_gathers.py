@@ -78,7 +78,7 @@ def test_what_changes_in_a_gather_in_place_is_found(
             plan.cast()
             plan.all_gather()
             if turn == 1:
-                sizes = [buffers[gather._plane].numel() for gather in plan._gathers]
+                sizes = [buffers[gather._plane].numel() for gather in plan._cast.gathers]
                 moved = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
                 zerocast.replace_raw_data(weight, *moved)
         plan = CastPlan([weight], own, start, Damaged(comm), names=["a.weight"], verify="hash")
@@ -100,7 +100,7 @@ def test_gathers_stage_in_one_buffer(comm: Communicator, recipe: str) -> None:
     each = Weights(comm, recipe, verify="hash")
     with torch.inference_mode():
         each.step()
-    gathers = each.plan._gathers
+    gathers = each.plan._cast.gathers
     (spare,) = gathers[0]._spare
     for _ in range(2):
         each.step()

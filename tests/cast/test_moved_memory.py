@@ -207,7 +207,7 @@ def test_codes_in_other_memory(comm: Communicator) -> None:
     ours.cast()
     expected = unsharded(values(1) * 2, RECIPES["nvfp4"])
     assert_same_bytes(codes, expected.rowwise_data, "rowwise_data")
-    (gather,) = ours.plan._gathers
+    (gather,) = ours.plan._cast.gathers
     end = gather.start()
     if comm.rank == 0:
         codes.set_(codes.clone()).view(-1)[ours.end // 2 :] = 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -401,12 +402,35 @@ def test_steps_are_the_cast() -> None:
     """A profiler that runs the named steps one by one gets what cast() gives."""
     master = draw_values("normal", NUMEL, 1)
     planned = Planned(SingleRank(), NVFP4, master)
-    steps = planned.plan.steps
+    steps = dict(planned.plan.pipeline)
     assert list(steps) == ["partial_amax", "reduce_amax", "compute_scale", "partial_cast"]
     for step in steps.values():
         step()
     planned.plan.all_gather()
     assert_same_storage(planned.weight, unsharded(master, NVFP4), "steps")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-4over6"])
+def test_a_step_is_four_python_frames_from_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a plan has cast, of every step that launches something."""
+    planned = Planned(SingleRank(), RECIPES[recipe], draw_values("normal", NUMEL, 1))
+    planned.cast()
+    frames: dict[str, int] = {}
+    this = sys._getframe()
+
+    def threads() -> int:  # what a launch asks for before it calls C
+        frame, frames[name] = sys._getframe(1), 0
+        while frame is not this:
+            assert frame.f_back is not None
+            frame, frames[name] = frame.f_back, frames[name] + 1
+        return 1
+
+    monkeypatch.setattr(torch, "get_num_threads", threads)
+    for name, step in planned.plan.pipeline:  # noqa: B007
+        step()
+    chosen = {"partial_select", "select"} if "4over6" in recipe else {"partial_cast"}
+    assert frames.keys() == {"partial_amax", "compute_scale"} | chosen
+    assert set(frames.values()) == {4}
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

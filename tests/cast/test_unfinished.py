@@ -48,12 +48,14 @@ def test_what_fails_in_the_middle_is_refused_to_readers(where, exchange, monkeyp
     plan.cast()
     plan.all_gather()
     before = weight.dequantize()
-    broken = plan if where != "gather" else plan._prepared
-    name = "start_scales" if where == "gather" else f"_{where}"
     with monkeypatch.context() as patch:
-        patch.setattr(broken, name, failing(getattr(broken, name)))
         if where == "gather":
+            start = plan._prepared.start_scales
+            patch.setattr(plan._prepared, "start_scales", failing(start))
             plan.cast()
+        else:
+            step = failing(dict(plan.pipeline)[where])
+            patch.setattr(plan, "pipeline", plan.pipeline.having(**{where: step}))
         with pytest.raises(OSError, match="planted"):
             plan.all_gather() if where == "gather" else plan.cast()
     if where == "partial_cast":  # its work was done when the caller's own code failed
@@ -177,7 +179,7 @@ def test_what_only_one_rank_can_know_ends_the_others(where, monkeypatch):
         masters = [torch.ones(256) for _ in weights]
         plan = zerocast.CastPlan(weights, masters, [256 * comm.rank] * 2, comm)
         plan.cast()
-        gather, prepared = plan._gathers[0], plan._prepared
+        gather, prepared = plan._cast.gathers[0], plan._prepared
         if comm.rank == 0:
             with pytest.raises(PeerFailedError) as caught:  # there, or in what comes next
                 gather_and_meet(plan, comm)

@@ -4,6 +4,7 @@ and the file that is left repeats the cast.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.support.verified import Weights
 from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault, write_fault
+from zerocast.cast.sharded_cast import ShardedCast
 from zerocast.cast.verified import _MOST, _message, _vote, check_mode
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
@@ -32,13 +34,14 @@ def test_large_weights_are_gathered_one_by_one(
     limit: int, gathers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of so many elements or more, and the others together; all are right."""
-    monkeypatch.setattr(CastPlan, "_one_by_one_from", limit)
+    made = partial(ShardedCast, one_by_one_from=limit)
+    monkeypatch.setattr("zerocast.cast.plan.ShardedCast", made)
 
     def on_rank(comm: Communicator) -> int:
         each = Weights(comm, verify="full")
         for _ in range(3):
             each.step()
-        return len(each.plan._gathers)
+        return len(each.plan._cast.gathers)
 
     assert run_ranks("in_process", 3, on_rank) == [gathers] * 3
 

@@ -113,7 +113,7 @@ def test_no_tensor_amax_under_scales_of_blocks(name: str, given: str) -> None:
                     [weight], [master[own]], [own.start], comm, check_finite=judged
                 )
                 plan.cast()
-                (amax,) = plan._exchange.buffers.tensor_amaxes
+                (amax,) = plan._cast.exchange.buffers.tensor_amaxes
                 assert (int(amax) > 0) == (judged or name == "nvfp4")
                 plan.all_gather()
                 assert_same_storage(weight, expected, f"{name} by {given}")

@@ -19,8 +19,8 @@ from tests.optim.overlapping import (
 from tests.support.claims import assert_same_tensors
 from tests.support.late_gathers import GathersLate, GathersShuffled, GathersSlowly
 from tests.support.recipes import RECIPES
-from zerocast.cast.staged_cast import StagedCast
 from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
+from zerocast.tensors.cast_steps import CastSteps
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_most_of_what_can_be_hidden_is(monkeypatch):
     """Where casting a bucket takes as long as sending one, a step hides at least 70 % of its casts:
     the first while plain weights travel, and each other one while the bucket before it does.
     """
-    seconds, real = 0.05, StagedCast.cast
+    seconds, real = 0.05, CastSteps.run_stage
 
-    def slow(self: StagedCast, stage: int) -> None:
+    def slow(self: CastSteps, stage: int) -> None:
         time.sleep(seconds)
         real(self, stage)
 
-    monkeypatch.setattr(StagedCast, "cast", slow)
+    monkeypatch.setattr(CastSteps, "run_stage", slow)
     model, took = Model("nvfp4"), list[float]()
     optimizer = optimizer_of(
         model, GathersSlowly(SingleRank(), seconds), overlap_all_gather=False, overlap_cast=True

@@ -50,7 +50,7 @@ LOCAL = threading.local()
 PHASES = {
     "cast.plan.check_specs": "check_specs",
     "cast.calls.check_specs": "check_specs",
-    "cast.plan.CastPlan._plan": "_plan",
+    "cast.plan.ShardedCast": "_plan",
     "optim.zero.check_shardable": "check_shardable",
     "tensors.cast_steps.CastSteps.run": "{}",
     "tensors.cast_steps.CastSteps.run_stage": "stage {}",

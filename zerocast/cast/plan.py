@@ -5,9 +5,7 @@ The steps and the words are in "Note: casting a sharded weight" in :mod:`zerocas
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence, Sized
-from functools import partial
+from collections.abc import Callable, Sequence, Sized
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,27 +14,22 @@ from zerocast.arguments import check_flag
 from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
 from zerocast.cast.amax_groups import Patterns
 from zerocast.cast.capture import check_capture
-from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.consistency import (
-    Members,
     exchange_owners,
     members_by_group,
     raise_in_all,
     tp_shards_by_group,
 )
-from zerocast.cast.finite import raise_if_not_finite
 from zerocast.cast.forward_hook import rebuild_before_forward
-from zerocast.cast.gather import CodeGather, require_codes
+from zerocast.cast.gather import require_codes
 from zerocast.cast.master_checks import as_tensors
-from zerocast.cast.prepared_cast import PreparedCast, planning
 from zerocast.cast.shard_spec import OwnCodes, ShardSpec, check_amax_groups, check_specs
+from zerocast.cast.sharded_cast import ShardedCast
 from zerocast.cast.verified import VerifyMode, check_mode, verification_of
 from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import ZerocastError
-from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
-from zerocast.tensors import CastVersion, QuantizedTensor
 from zerocast.tensors.untraced import untraced
 
 _run_untraced = untraced(lambda step: step())
@@ -91,6 +84,7 @@ class CastPlan(Uncopied):
             a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
 
     Attributes:
+        pipeline: the steps of :meth:`cast`: what a profiler runs one by one instead.
         step: the number of casts. A caller that counts steps sets it before each :meth:`cast`, on
             every rank; ranks compare it there, without a further collective, and under ``verify``.
         fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
@@ -103,7 +97,6 @@ class CastPlan(Uncopied):
 
     instead = "make a plan of the other weights and masters"
 
-    _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
     _is_flat = False  # whether one tensor of each storage is looked at; see flat_plan.py
 
     def __init__(
@@ -123,55 +116,51 @@ class CastPlan(Uncopied):
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
-        members = self._weights_of = members_by_group(group, count)
+        members = self._members = members_by_group(group, count)
         tp_shards: dict[Communicator, list[int]] = {}
-        self._specs: list[ShardSpec] = []
-        attempt, boundary, self._gathers = Attempt(), False, list[CodeGather]()
+        specs: list[ShardSpec] = []
+        attempt, boundary, lacks_codes = Attempt(), False, False
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
             boundary, _ = is_boundary(exchange), check_mode(verify)
             tp_shards = tp_shards_by_group(model_weights)
             master_weights = as_tensors(master_weights)
-            self._specs = check_specs(
+            specs = check_specs(
                 model_weights, master_weights, start_offsets, fsdp_shard_model_weights,
                 names, amax_groups,
             )  # fmt: skip
-            check_amax_groups(self._specs, members)
-        self._comms, self._check_finite = [*members, *tp_shards], check_finite
+            check_amax_groups(specs, members)
         options = f"check_finite={check_finite}, exchange={exchange}, verify={verify}"
-        owners, fingerprints = self._exchange_owners(members, tp_shards, options, attempt.error)
-        with attempt:
-            self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
-        lacks = any(gather.lacks_codes for gather in self._gathers)
-        self._lacks_codes = self._agree(attempt.error, lacks)
-        self._attempt, self.step, self.fingerprints = attempt, 0, fingerprints
-        self._verification = verification_of(
-            verify, self._specs, self._prepared, members, owners, tp_shards
+        owners, self.fingerprints = exchange_owners(
+            members, tp_shards, specs, options, attempt.error
         )
-        self._version = CastVersion(rebuild_on_use=not manual_post_all_gather_processing)
-        weakref.finalize(self, self._version.retire)
-        self.begin_writing, self.end_writing = self._version.begin, self._version.end
-        for spec in self._specs:
-            spec.storage.writes.watch(self._version)
-            if spec.is_named:
-                spec.storage.name_weight(spec.name)
-
-    # --- what callers run ---
+        with attempt:
+            self._cast = ShardedCast(
+                model_weights, master_weights, specs, members, owners, tp_shards,
+                boundary=boundary, check_finite=check_finite, is_flat=self._is_flat,
+                rebuild_on_use=not manual_post_all_gather_processing,
+            )  # fmt: skip
+            lacks_codes = any(gather.lacks_codes for gather in self._cast.gathers)
+        self._comms = [*members, *tp_shards]
+        self._lacks_codes = raise_in_all(self._comms, attempt.error, lacks_codes)
+        self._cast.watch()
+        self._prepared, self._version = self._cast.prepared, self._cast.version
+        self._verification = verification_of(
+            verify, specs, self._prepared, members, owners, tp_shards
+        )
+        self.pipeline = self._cast.pipeline()
 
     @property
-    def steps(self) -> dict[str, Callable[[], None]]:
-        """The steps of :meth:`cast` by name, in order: what a profiler runs one by one instead of
-        ``cast()``.
-        """
-        return {name: partial(_run_untraced, step) for name, step in self._steps().items()}
+    def step(self) -> int:
+        """The number of casts, as described above."""
+        return self._cast.step
 
-    def _steps(self) -> dict[str, Callable[[], None]]:
-        steps = {"partial_amax": self._partial_amax, "reduce_amax": self._reduce_amax}
-        if self._prepared.steps.chooses_scales:
-            steps["partial_select"] = self._partial_select
-            steps["reduce_candidates"] = self._reduce_candidates
-        return steps | {"compute_scale": self._compute_scale, "partial_cast": self._partial_cast}
+    @step.setter
+    def step(self, step: int) -> None:
+        self._cast.step = step
+
+    # --- what callers run ---
 
     @untraced
     def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
@@ -191,13 +180,12 @@ class CastPlan(Uncopied):
                 (under delayed scaling, and of whole blocks); the next cast writes them again.
             NonFiniteError: on every rank, with ``check_finite``; nothing has been written.
         """
-        self._attempt = Attempt()
-        with self._attempt:
+        self._cast.attempt.error = None
+        with self._cast.attempt:
             if master_weights is not None:
                 self._prepared.rebind(as_tensors(master_weights))
         with announcing(self._comms):
-            for step in self._steps().values():
-                step()
+            self.pipeline.run()
 
     def cast_and_release(
         self, master_weights: Sequence[torch.Tensor | None], *, anew: bool = True
@@ -214,15 +202,16 @@ class CastPlan(Uncopied):
         derived copies. Then compare, with ``verify``: :class:`VerificationError` on every rank,
         where one holds other bytes than were cast.
         """
-        check_capture(self._device, self._members)
-        require_codes(self._comms, self._gathers if self._lacks_codes else ())
+        gathers = self._cast.gathers
+        check_capture(self._cast.device, self._members)
+        require_codes(self._comms, gathers if self._lacks_codes else ())
         with announcing(self._comms):
-            self.begin_writing("all-gather")
-            for gather in self._gathers:
+            self._version.begin("all-gather")
+            for gather in gathers:
                 gather.start()()
             self._prepared.start_scales()()
             self._version.has_scales = True
-            self.end_writing("all-gather")
+            self._version.end("all-gather")
             self._rebuild_copies()
             self._verification.check(self.step)
 
@@ -251,7 +240,7 @@ class CastPlan(Uncopied):
         Raises:
             InputError: where ``module`` has no parameter that belongs to this plan.
         """
-        return rebuild_before_forward(module, [spec.storage for spec in self._specs])
+        return rebuild_before_forward(module, [spec.storage for spec in self._cast.specs])
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
         """Read the masters from these tensors from now on: FP32, BF16 or FP16, on the device and of
@@ -272,87 +261,38 @@ class CastPlan(Uncopied):
         return self._prepared.update(self._version, updates, lent)
 
     def fail(self, error: ZerocastError) -> None:
-        """Let the next cast raise ``error`` on all ranks, which hear of it with the amaxes."""
-        self._attempt.error = error
+        """Let the cast whose steps are run next raise ``error`` on all ranks, with the amaxes."""
+        self._cast.attempt.error = error
 
-    # --- the steps ---
+    # --- for callers that gather codes themselves ---
 
-    def _partial_amax(self) -> None:
-        self._prepared.measure(self._version, self._attempt)
+    def casts_begin(self, what: str) -> None:
+        """Let every cast begin ``what``, the caller's gather: until :meth:`end_writing` of it,
+        reading a weight raises :class:`zerocast.UnfinishedStepError` by this name.
+        """
+        self._version.begun_by_casts.add(what)
 
-    def _reduce_amax(self) -> None:
-        check_capture(self._device, self._comms, check_finite=self._check_finite)
-        error, self._attempt = self._attempt.error, Attempt()
-        self._exchange.reduce_amax(self.step, error)
-        if self._check_finite:
-            masters, specs = self._prepared.masters.tensors, self._prepared.matrices
-            amaxes = self._exchange.buffers.tensor_amaxes
-            raise_if_not_finite(self._comms, self._members, specs, amaxes, masters)
+    def end_writing(self, what: str) -> None:
+        """Note that ``what`` has written all that it was to write."""
+        self._version.end(what)
 
-    def _partial_select(self) -> None:
-        self._exchange.candidates.zero_()
-        if self._prepared.steps.writes_selected:
-            self._version.tick(self._prepared.addresses.written)
-        self._prepared.steps.run("partial_select")
+    def staged(self, stages: Sequence[Sequence[int]]) -> list[Callable[[], None]]:
+        """Return what takes the place of the step "partial_cast": functions of which each casts the
+        weights of one stage, in order. These may be gathered from then on. The bytes are the same.
 
-    def _reduce_candidates(self) -> None:
-        self._exchange.reduce_candidates()
-        self._prepared.steps.run("select")
+        Args:
+            stages: the places of the weights of each stage, all weights once.
+        """
+        return self._cast.staged(stages)
 
-    def _compute_scale(self) -> None:
-        attempt, self.step = Attempt(), self.step + 1
-        with attempt:
-            if not (self._prepared.steps.writes_early or self._prepared.steps.writes_selected):
-                self._version.tick(self._prepared.addresses.written)
-            self._version.has_scales = not self._prepared.gathered_scales
-            self._prepared.steps.run("compute_scale")
-        # A caller's function may fail on one rank; nothing else here is a caller's.
-        if self._prepared.calls_functions:
-            raise_in_all(self._comms, attempt.error)
-        elif attempt.error is not None:
-            for comm in self._comms:
-                comm.announce(attempt.error)
-            raise attempt.error
-
-    def _partial_cast(self) -> None:
-        self._prepared.steps.run("partial_cast")
-        self._version.end("cast")
+    def shards(self) -> list[tuple[ShardSpec, torch.Tensor | None, Communicator]]:
+        """Return of each weight what this rank owns, the master as it is bound now, and the ranks
+        that share it.
+        """
+        comms = {i: comm for comm, indices in self._members.items() for i in indices}
+        bound = zip(self._cast.specs, self._prepared.bound, strict=True)
+        return [(spec, master, comms[i]) for i, (spec, master) in enumerate(bound)]
 
     def _rebuild_copies(self) -> None:
         self._prepared.rebuild_copies()
         self._version.mark_rebuilt()
-
-    # --- planning ---
-
-    def _exchange_owners(
-        self, members: Members, tp_shards: Members, options: str, error: ZerocastError | None
-    ) -> tuple[Mapping[Communicator, Owners], Sequence[int]]:
-        """Return who owns what, and :attr:`fingerprints`; collective."""
-        return exchange_owners(members, tp_shards, self._specs, options, error)
-
-    def _agree(self, error: ZerocastError | None, lacks_codes: bool) -> bool:
-        return raise_in_all(self._comms, error, lacks_codes)
-
-    # What is made in inference mode could not be written outside of it.
-    @planning()
-    def _plan(
-        self,
-        model_weights: Sequence[torch.Tensor],
-        master_weights: Sequence[torch.Tensor | None],
-        members: Members,
-        owners: Mapping[Communicator, Owners],
-        tp_shards: Members,
-        boundary: bool,
-    ) -> None:
-        """Make the buffers and launches; whatever of it may fail on this rank alone."""
-        self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
-        collectives = CastCollectives(
-            self._specs, members, owners, tp_shards, self._one_by_one_from, boundary=boundary
-        )
-        self._members, self._gathers = collectives.members, collectives.code_gathers
-        self._exchange = collectives.exchange
-        self._prepared = PreparedCast(
-            [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
-            master_weights, self._specs, collectives, judges_amaxes=self._check_finite,
-            is_flat=self._is_flat,
-        )  # fmt: skip

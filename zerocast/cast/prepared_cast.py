@@ -38,6 +38,7 @@ from zerocast.tensors import (
     rebuild_derived,
 )
 from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.untraced import untraced
 
 
 @contextmanager
@@ -105,7 +106,8 @@ class PreparedCast:
         self._measured: tuple[object, ...] | None = None  # by an update
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
-        self.addresses = Addresses(weights, specs, is_flat=is_flat)
+        lying = () if self._device.type == "meta" else specs  # whose weights have no memory
+        self.addresses = Addresses(weights, lying, is_flat=is_flat)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
@@ -220,6 +222,7 @@ class PreparedCast:
 
     # --- the first step of a cast ---
 
+    @untraced
     def measure(self, version: CastVersion, attempt: Attempt) -> None:
         """Take the amaxes of the masters, and write what codes wait for nothing, but where an
         update has just done so; nothing after an error.

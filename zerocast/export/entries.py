@@ -141,14 +141,12 @@ def planned_weights(source: ExportSource) -> dict[str, tuple[QuantizedTensor, Sh
     """Return the weights of a plan by name, each with what this rank has of its master as it is
     bound now; nothing of another source.
     """
-    found: dict[str, tuple[QuantizedTensor, Shard]] = {}
     if not isinstance(source, CastPlan):
-        return found
-    comms = {i: comm for comm, indices in source._weights_of.items() for i in indices}
-    bound = zip(source._specs, source._prepared.bound, strict=True)
-    for i, (spec, master) in enumerate(bound):
-        found[spec.name] = QuantizedTensor(spec.storage), Shard(master, spec.extent, comms[i])
-    return found
+        return {}
+    return {
+        spec.name: (QuantizedTensor(spec.storage), Shard(master, spec.extent, comm))
+        for spec, master, comm in source.shards()
+    }
 
 
 def included_weights(source: ExportSource, names: Sequence[str]) -> set[str]:

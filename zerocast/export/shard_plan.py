@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from zerocast.arguments import present
-from zerocast.cast import CastPlan
-from zerocast.cast.consistency import exchange_owners
-from zerocast.cast.shard_spec import NO_CODES, ShardBuffers, ShardSpec
-from zerocast.comm import Attempt, Communicator, announcing
-from zerocast.errors import ZerocastError
+from zerocast.cast.consistency import exchange_owners, members_by_group, tp_shards_by_group
+from zerocast.cast.shard_spec import (
+    NO_CODES,
+    ShardBuffers,
+    ShardSpec,
+    check_amax_groups,
+    check_specs,
+)
+from zerocast.cast.sharded_cast import ShardedCast
+from zerocast.comm import Communicator, announcing
 from zerocast.export.entries import Entry, Shard
 from zerocast.export.gathered import ONE_BY_ONE_FROM, allocate_codes, start_scales
 from zerocast.layout import Extent, Owners
@@ -20,11 +26,8 @@ from zerocast.numerics import INFINITY_BITS, NVFP4Numerics, byte_span
 from zerocast.sharded.all_gather_input import CastShard
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
-from zerocast.tensors.untraced import untraced
+from zerocast.tensors.pipeline import CastPipeline
 from zerocast.tensors.weight_operands import OwnScales
-
-_LAST = ("compute_scale", "partial_cast")
-"""The steps of a cast that need nothing of other ranks."""
 
 
 class EntryOwners:
@@ -63,7 +66,7 @@ class EntryOwners:
         return self._owners[comm].of_weights([self._places[comm, name] for name in names])
 
 
-class ShardPlan(CastPlan):
+class ShardPlan:
     """A plan for a bucket of entries that are cast once.
 
     A cast writes the codes of this rank's elements, and the scales of the blocks that begin in
@@ -82,8 +85,6 @@ class ShardPlan(CastPlan):
             elements in them are 0.
     """
 
-    _one_by_one_from: int
-
     def __init__(
         self,
         entries: Sequence[Entry],
@@ -91,7 +92,6 @@ class ShardPlan(CastPlan):
         held_amaxes: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self._names, self._owners = [entry.name for entry in entries], owners
-        self._held_amaxes = held_amaxes
         self.storages: dict[str, QuantizedStorage] = {}
         self.own: dict[str, torch.Tensor] = {}
         self._scales: dict[str, list[OwnScales]] = {}  # of each matrix
@@ -106,17 +106,28 @@ class ShardPlan(CastPlan):
                 self._scales[entry.name] = scales
             shards.append(shard)
         self._comm_of = [shard.comm for shard in shards]
-        sizes = [storage.shape.numel() for storage in self.storages.values()]
-        self._one_by_one_from = min(ONE_BY_ONE_FROM, max(sizes))
-        super().__init__(
-            [QuantizedTensor(storage) for storage in self.storages.values()],
-            [shard.values for shard in shards],
-            [shard.extent.start if shard.values is not None else None for shard in shards],
-            self._comm_of,
-            names=list(self.storages),
-            fsdp_shard_model_weights=[self._buffers_of(name) for name in self.storages],
-            exchange="boundary",
+        weights = [QuantizedTensor(storage) for storage in self.storages.values()]
+        masters = [shard.values for shard in shards]
+        starts = [None if shard.values is None else shard.extent.start for shard in shards]
+        buffers = [self._buffers_of(name) for name in self.storages]
+        specs = check_specs(weights, masters, starts, buffers, self._names)
+        members = members_by_group(self._comm_of, len(specs))
+        check_amax_groups(specs, members)
+        self._one_by_one_from = min(ONE_BY_ONE_FROM, max(each.numel() for each in weights))
+        cast = ShardedCast(
+            weights,
+            masters,
+            specs,
+            members,
+            {comm: owners.of(comm, [self._names[i] for i in of]) for comm, of in members.items()},
+            tp_shards_by_group(weights),
+            boundary=True,
+            one_by_one_from=self._one_by_one_from,
         )
+        cast.watch()
+        self._comms, self._gathers, self._device = cast.comms, cast.gathers, cast.device
+        holds = None if held_amaxes is None else partial(_hold_amaxes, cast, held_amaxes)
+        self._pipeline = cast.pipeline().having(hold_amaxes=holds)
 
     def _buffers_of(self, name: str) -> torch.Tensor | ShardBuffers:
         """What receives this rank's part of a weight."""
@@ -126,68 +137,26 @@ class ShardPlan(CastPlan):
         scales = [{plane: each} for each in self._scales[name]]
         return ShardBuffers([self.own[name]], scales, frozenset([plane]))
 
-    def _exchange_owners(
-        self,
-        members: Mapping[Communicator, Sequence[int]],
-        tp_shards: Mapping[Communicator, Sequence[int]],
-        options: str,
-        error: ZerocastError | None,
-    ) -> tuple[Mapping[Communicator, Owners], Sequence[int]]:
-        if error is not None:
-            raise error
-        return {
-            comm: self._owners.of(comm, [self._names[i] for i in indices])
-            for comm, indices in members.items()
-        }, ()
-
-    def _agree(self, error: ZerocastError | None, lacks_codes: bool) -> bool:
-        if error is not None:
-            raise error
-        return lacks_codes
-
-    @untraced
     def measure(self) -> None:
         """Begin a cast: what comes before ranks send each other anything. Of recipes that cast
         whole blocks as they measure them it is almost all.
         """
-        self._attempt = Attempt()
-        self._run(lambda name: name == "partial_amax")
+        self._run(self._pipeline.before("reduce_amax"))
 
-    @untraced
     def exchange(self) -> None:
         """Go on to where this rank needs nothing more of the others; collective."""
-        self._run(lambda name: name not in ("partial_amax", *_LAST))
+        self._run(self._pipeline.since("reduce_amax").before("compute_scale"))
 
-    @untraced
     def encode(self) -> None:
         """End a cast: its scales, and the codes that wait for them. Its amaxes and launches are let
         go of.
         """
-        self._run(lambda name: name in _LAST)
-        del self._prepared, self._exchange, self._verification
+        self._run(self._pipeline.since("compute_scale"))
+        self._pipeline = CastPipeline()
 
-    def _run(self, is_run: Callable[[str], bool]) -> None:
+    def _run(self, steps: CastPipeline) -> None:
         with announcing(self._comms):
-            for name, step in self._steps().items():
-                if is_run(name):
-                    step()
-
-    def _steps(self) -> dict[str, Callable[[], None]]:
-        """The steps of :meth:`cast`; tensor amaxes are held once they are reduced."""
-        steps = super()._steps()
-        if self._held_amaxes is None:
-            return steps
-        first = {name: steps.pop(name) for name in ("partial_amax", "reduce_amax")}
-        return first | {"hold_amaxes": self._hold_amaxes} | steps
-
-    def _hold_amaxes(self) -> None:
-        assert self._held_amaxes is not None
-        for i, matrix in enumerate(self._prepared.matrices):
-            if isinstance(matrix.storage.recipe.numerics, NVFP4Numerics):
-                amax = self._exchange.buffers.tensor_amaxes[i]
-                held = hold(amax, self._held_amaxes.get(matrix.name))
-                self._held_amaxes[matrix.name] = held
-                amax.copy_(held[:1])
+            steps.run()
 
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
         """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
@@ -285,6 +254,15 @@ def _cast_shard(entry: Entry, extent: Extent) -> tuple[CastShard, list[OwnScales
         blocks = plane.grid.owned(own.shifted(-start)) if own else range(0)
         scales.append(OwnScales(blocks, torch.zeros(len(blocks), dtype=dtype, device=device)))
     return storage, scales
+
+
+def _hold_amaxes(cast: ShardedCast, held: dict[str, torch.Tensor]) -> None:
+    """Let NVFP4 be cast under the tensor amaxes that are ``held``, by name, or hold others."""
+    for i, matrix in enumerate(cast.prepared.matrices):
+        if isinstance(matrix.storage.recipe.numerics, NVFP4Numerics):
+            amax = cast.exchange.buffers.tensor_amaxes[i]
+            held[matrix.name] = hold(amax, held.get(matrix.name))
+            amax.copy_(held[matrix.name][:1])
 
 
 def _own_shape(entry: Entry) -> torch.Size:

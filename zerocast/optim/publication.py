@@ -6,13 +6,13 @@ from functools import partial
 import torch
 
 from zerocast.cast.flat_plan import FlatPlan
-from zerocast.cast.staged_cast import StagedCast
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.fused_adamw import FusedAdamW
 from zerocast.optim.param_groups import Param
 from zerocast.optim.shards import ShardedWeights
 from zerocast.sharded.verification import verify as compare
+from zerocast.tensors.pipeline import CastPipeline
 from zerocast.tensors.storage import counted_by_torch
 
 _GATHER = "all-gather"
@@ -59,7 +59,7 @@ class Publication:
         self._plan: FlatPlan | None = None
         self._written: list[torch.Tensor] = []  # of which torch counts the writes
         self._verified = 0  # the cast that was compared last
-        self._staged: StagedCast | None = None
+        self._stages: list[Callable[[], None]] = []
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
             self._plan = FlatPlan(
@@ -81,7 +81,8 @@ class Publication:
                 place = {i: at for at, i in enumerate(self._masters)}
                 coded = [bucket for bucket in shards.buckets if bucket.kind.is_codes]
                 stages = [[place[i] for i in bucket.members] for bucket in coded]
-                self._staged = StagedCast(self._plan, stages)
+                self._stages = self._plan.staged(stages)
+            self._plan.casts_begin(_GATHER)
         elif verify != "off":
             raise InputError(
                 f"verify={verify!r} compares the codes of quantized weights, and there are none; "
@@ -100,34 +101,32 @@ class Publication:
         """
         torch.autograd.graph.increment_version(self._written)
 
-    def phases(self, columns: torch.Tensor | None = None) -> dict[str, Callable[[], None]]:
-        """Return by name, in order, what makes the weights from the masters; plain ones from
-        ``columns``, FP32 [num_columns], instead where these are given.
+    def pipeline(self, columns: torch.Tensor | None = None) -> CastPipeline:
+        """Return what makes the weights from the masters; plain ones from ``columns``, FP32
+        [num_columns], instead where these are given.
         """
         columns = self._shards.masters if columns is None else columns
-        phases: dict[str, Callable[[], None]] = {} if self._plan is None else self._plan.steps
-        phases["store_plain"] = partial(self._shards.store_plain, columns)
+        runs: dict[str, Callable[[], None]] = {}
         if self._plan is not None:
-            phases["compute_scale"] = partial(self._compute_scale, phases["compute_scale"])
-            phases["all_gather_scales"] = self._plan.all_gather_scales
-        if self._staged is not None:
-            del phases["partial_cast"]
-            phases["cast_and_all_gather"] = partial(self._cast_and_all_gather, self._staged)
-        else:
-            phases["all_gather"] = self._all_gather
-        # Where uses of the weights wait for codes, that wait does it.
-        if self._plan is not None and not self._shards.overlaps:
-            phases["post_all_gather_processing"] = self._plan.post_all_gather_processing
-        return phases
+            runs["all_gather_scales"] = self._plan.all_gather_scales
+            # Where uses of the weights wait for codes, that wait does it.
+            if not self._shards.overlaps:
+                runs["post_all_gather_processing"] = self._plan.post_all_gather_processing
+        runs["store_plain"] = partial(self._shards.store_plain, columns)
+        cast = CastPipeline() if self._plan is None else self._plan.pipeline
+        if self._stages:
+            return cast.having(
+                partial_cast=None, cast_and_all_gather=self._cast_and_all_gather, **runs
+            )
+        return cast.having(all_gather=self._all_gather, **runs)
 
-    def _cast_and_all_gather(self, staged: StagedCast) -> None:
+    def _cast_and_all_gather(self) -> None:
         """Cast bucket after bucket, and gather each while the next are cast."""
-        waits, stage = list[Callable[[], None]](), 0
+        waits, casts = list[Callable[[], None]](), iter(self._stages)
         try:
             for bucket in self._shards.buckets:
                 if bucket.kind.is_codes:
-                    staged.cast(stage)
-                    stage += 1
+                    next(casts)()
                 gathers = map(self._shards.comm.start_all_gather_, bucket.flats)
                 if bucket.pending is not None:
                     bucket.pending.begin(gathers)  # uses of the weights wait for it
@@ -136,7 +135,8 @@ class Publication:
         finally:  # what has begun writes the weights until it is waited for
             for wait in waits:
                 wait()
-        staged.plan.end_writing(_GATHER)
+        assert self._plan is not None, "it has stages"
+        self._plan.end_writing(_GATHER)
 
     def verify(self) -> None:
         """Compare the weights of the latest publication between ranks, once all are gathered.
@@ -147,11 +147,6 @@ class Publication:
             if self._frozen:
                 compare(self._frozen, self._shards.comm)
             self._verified = self._plan.step  # not where ranks differ: the next call raises again
-
-    def _compute_scale(self, compute_scale: Callable[[], None]) -> None:
-        assert self._plan is not None, "it is a step of the plan"
-        self._plan.begin_writing(_GATHER)
-        compute_scale()
 
     def _all_gather(self) -> None:
         self._shards.all_gather()
@@ -173,7 +168,7 @@ class Publication:
             raise failure
 
     def fail(self, error: ZerocastError | None) -> None:
-        """Let the phases raise ``error``, where there is one on this rank, on all ranks that can
+        """Let the pipeline raise ``error``, where there is one on this rank, on all ranks that can
         learn of it. Collective where no weight holds codes.
         """
         if self._plan is None:
@@ -196,8 +191,7 @@ class Publication:
             held = {i: columns[own[i].columns] for i, m in masters.items() if m is not None}
             self._plan.bind([held.get(i) for i in masters])
         with self._shards.repeating_the_latest_cast(due):
-            for run in self.phases(columns).values():
-                run()
+            self.pipeline(columns).run()
             self._shards.wait()
             self.verify()
         if self._plan is not None and columns is not None:

@@ -59,6 +59,7 @@ from zerocast.optim.publication import Publication
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import check_same_optimizer, collect_weights
+from zerocast.tensors.pipeline import CastPipeline
 from zerocast.tensors.untraced import untraced
 
 
@@ -209,13 +210,11 @@ class ZeroOptimizer(ShardedOptimizer):
     # --- a step ---
 
     @property
-    def phases(self) -> dict[str, Callable[[], None]]:
-        """The phases of a step by name, in order; :meth:`step` runs exactly these."""
-        return {
-            "reduce_scatter": self._reduce_gradients,
-            "optimizer": self._update_masters,
-            **self._publication.phases(),
-        }
+    def phases(self) -> CastPipeline:
+        """The phases of a step and their names, in order; :meth:`step` runs exactly these."""
+        return self._publication.pipeline().having(
+            reduce_scatter=self._reduce_gradients, optimizer=self._update_masters
+        )
 
     @untraced  # collectives and casts read addresses; compile the inner step instead
     @torch.inference_mode(False)
@@ -250,9 +249,8 @@ class ZeroOptimizer(ShardedOptimizer):
             self._check_mode()
             self.wait_for_all_gather()  # for the weights that were not used since the last step
             try:
-                for name, run in self.phases.items():
-                    with announcing([self.comm]), self.on_phase(name):
-                        run()
+                with announcing([self.comm]):
+                    self.phases.run(self.on_phase)
             except ZerocastError:
                 # What user code raised on this rank is raised as it was, and not as other ranks
                 # see it.

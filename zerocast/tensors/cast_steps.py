@@ -1,28 +1,14 @@
-"""CastSteps: the operations of a cast, in their order.
+"""CastSteps: the launches of a cast by their steps (:mod:`zerocast.tensors.pipeline`).
 
-    partial_amax     the amaxes of this rank's shards         then ranks take the maximum
-                     (and the codes of whole blocks)
-    partial_select   4-over-6: the errors of both scales      then ranks take the sum
-                     (and the codes of whole blocks)
-    select           4-over-6: the choice of blocks that ranks share
-    compute_scale    the scales of all blocks
-    partial_cast     the codes of this rank's shards          then ranks gather them
-    expand_scales    the stored scales, where ranks gather one a block
-    transpose        the derived columnwise copies
-
-Recipes state arithmetic and planes, backends run operations; their order is stated here alone.
-Delayed scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one
-pass, in ``partial_amax``, and ``compute_scale`` closes the cast. Scales that belong to blocks alone
-wait for no other rank where a shard holds the whole block: such rows of blocks are measured and
-cast in one pass, in ``partial_amax``, and ``partial_cast`` writes the others. Under 4-over-6 the
-pass that chooses their scales, ``partial_select``, casts them. Where nothing may be written before
-the amaxes were judged, codes wait for ``compute_scale`` otherwise, and precede it if it is delayed.
+Recipes state arithmetic and planes, backends run operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -40,20 +26,18 @@ from zerocast.numerics import (
     TensorOperand,
 )
 from zerocast.recipes import Recipe
+from zerocast.tensors.pipeline import ORDER, CastPipeline
 from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.weight_operands import OwnScales, scale_operand
-
-STEPS = (
-    "partial_amax", "partial_select", "select", "compute_scale", "partial_cast", "expand_scales",
-    "transpose",
-)  # fmt: skip
 
 
 class CastSteps:
     """The launches of casting some weights: one a step and recipe, whatever their number.
 
-    They are prepared for the weights' buffers as they lie now.
+    They are prepared for the weights' buffers as they lie now. Beside the steps of a cast there are
+    "expand_scales", the stored scales where ranks gather one a block, and "transpose", the derived
+    columnwise copies.
 
     Args:
         backend: the backend of the weights' device.
@@ -83,7 +67,7 @@ class CastSteps:
         compact: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({}),
         stages: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._launches: dict[str, list[Launch]] = {step: [] for step in STEPS}
+        self._launches: dict[str, list[Launch]] = defaultdict(list)
         self._backend, self._masters, self._judges_amaxes = backend, masters, judges_amaxes
         self._of_updates: list[tuple[Numerics, Operands, Masters]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
@@ -110,11 +94,15 @@ class CastSteps:
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
         self._launches["transpose"] = prepare_rebuild(storages, backend, dict(operands))
 
-    def run(self, *steps: str) -> None:
-        """Launch the operations of ``steps``."""
-        for step in steps:
-            for launch in self._launches[step]:
-                launch()
+    def run(self, step: str) -> None:
+        """Launch the operations of a step."""
+        for launch in self._launches[step]:
+            launch()
+
+    def pipeline(self, **others: Callable[[], None]) -> CastPipeline:
+        """Return the steps of a cast that launch something, and ``others`` by name."""
+        steps = [step for step in ORDER if self._launches[step]]
+        return CastPipeline(**{step: partial(self.run, step) for step in steps} | others)
 
     def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
         """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. It

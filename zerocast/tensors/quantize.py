@@ -1,7 +1,7 @@
 """Makes quantized weights, and casts single ones without a plan.
 
-The unsharded cast runs the same four steps of a recipe as a plan does, with one shard that is the
-whole weight and no reduction between them; so a sharded cast has something to be equal to.
+The unsharded cast runs the same steps of a recipe as a plan does, with one shard that is the whole
+weight and no reduction between ranks; so a sharded cast has something to be equal to.
 """
 
 from __future__ import annotations
@@ -211,11 +211,13 @@ def quantize_into(
     masters = Masters(len(sources))
     masters.bind(sources)
     steps = CastSteps(backend_for(storage.device), operands, masters)
-    steps.run("partial_amax")
-    if least is not None:
-        torch.maximum(amax, least, out=amax)
-    reduce_shared(storage, amax)
-    steps.run("partial_select", "select", "compute_scale", "partial_cast")
+
+    def reduce_amax() -> None:
+        if least is not None:
+            torch.maximum(amax, least, out=amax)
+        reduce_shared(storage, amax)
+
+    steps.pipeline(reduce_amax=reduce_amax).run()
     for matrix, operand in operands:
         plane = operand.planes[0].plane
         if plane.source is Source.TRANSPOSED_MASTER and plane.grid.cols > matrix.grid.rows:

@@ -48,6 +48,7 @@ class CastVersion:
         retired: whether the plan was deleted and will not cast again.
         has_scales: whether the stored scales are those of the latest cast; the plan says so.
         unfinished: what has begun to write the weights and not ended: "cast", "all-gather".
+        begun_by_casts: what of that each cast begins.
     """
 
     all_writes: ClassVar[int] = 0
@@ -60,6 +61,7 @@ class CastVersion:
         self.retired = False
         self.has_scales = True
         self.unfinished: set[str] = set()
+        self.begun_by_casts = {"cast"}
 
     def retire(self) -> None:
         """Note that the plan was deleted."""
@@ -70,7 +72,7 @@ class CastVersion:
         counts the write of the tensors ``written``, so that a backward which saved one of them is
         an error. The cast is ``unfinished`` until the plan says otherwise.
         """
-        self.begin("cast")
+        self.unfinished |= self.begun_by_casts
         self.ticks += 1
         CastVersion.all_writes += 1
         self.ticked_at = next(_clock)

@@ -96,7 +96,7 @@ def test_what_the_command_prints(small: str, tmp_path: Path, capsys) -> None:
             for each in (estimates["nvfp4"], estimates["FP8"], estimates["BF16"])
         ]
         assert gathered == sorted(gathered)
-        assert estimates["BF16"]["work"].keys() == {"gradients", "optimizer", "store_plain"}
+        assert estimates["BF16"]["work"].keys() == {"reduce_scatter", "optimizer", "store_plain"}
         assert estimates["nvfp4"]["tp_traffic"]
 
 

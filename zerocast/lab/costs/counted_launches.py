@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.backends import CpuBackend, CudaBackend
+from zerocast.backends import CpuBackend, CudaBackend, ReferenceBackend
 from zerocast.numerics import Launch, Masters, Numerics, Operands, TensorOperand
 
 BACKENDS: dict[str, type[CpuBackend | CudaBackend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
@@ -30,19 +30,20 @@ class Work:
     nbytes: int = 0
 
 
-class CountingBackend:
-    """The operations of a cast as :class:`zerocast.numerics.Backend` has them, without effect.
+class CountingBackend(ReferenceBackend):
+    """A backend whose operations of a cast have no effect.
 
     Args:
         name: one of :data:`BACKENDS`, which reads masters once or twice.
 
     Attributes:
-        work: the sum of the launches of each operation, by its name.
+        step: the name of the step that launches now.
+        work: the sum of the launches of each step, by its name.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.reads_once = name, BACKENDS[name].reads_once
-        self.work: dict[str, Work] = {}
+        self.name, self.reads_once = name, BACKENDS[name].reads_once  # type: ignore[method-assign]
+        self.step, self.work = "", dict[str, Work]()
 
     def partial_amax(
         self, operands: Operands, masters: Masters, numerics: Numerics | None = None
@@ -50,7 +51,7 @@ class CountingBackend:
         shards = _held(operands)
         if numerics is None or not any(each.whole for each in shards):
             nbytes = sum(_master_bytes(each, masters) + _amax_bytes(each) for each in shards)
-            return self._launch("partial_amax", shards, nbytes)
+            return self._launch(shards, nbytes)
         nbytes = sum(
             _master_bytes(each, masters)
             + _amax_bytes(each)
@@ -59,9 +60,7 @@ class CountingBackend:
         )
         # Our kernel leaves what is not whole to partial_amax's.
         kernels = any(each.whole for each in shards) + any(map(_left, shards))
-        return self._launch(
-            "partial_amax_cast", shards, nbytes, kernels if self.name == "cuda" else 1
-        )
+        return self._launch(shards, nbytes, kernels if self.name == "cuda" else 1)
 
     def partial_select(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         shards = _held(operands)
@@ -71,22 +70,22 @@ class CountingBackend:
             + _code_bytes(each, numerics, each.whole.size)
             for each in shards
         )
-        return self._launch("partial_select", shards, nbytes)
+        return self._launch(shards, nbytes)
 
     def select(self, numerics: Numerics, operands: Operands) -> Launch:
         chosen = [each for each in operands if each.candidates and each.candidates.cut.numel()]
-        return self._launch("select", chosen, sum(map(_choice_bytes, chosen)))
+        return self._launch(chosen, sum(map(_choice_bytes, chosen)))
 
     def compute_scale(self, numerics: Numerics, operands: Operands) -> Launch:
         scaled = [each for each in operands if each.grid.numel]
         made = [plane.scale_inv for each in scaled for plane in each.scaled_planes]
         nbytes = _nbytes(*made) + sum(map(_amax_bytes, scaled))
-        return self._launch("compute_scale", scaled, nbytes)
+        return self._launch(scaled, nbytes)
 
     def expand_scales(self, numerics: Numerics, operands: Operands) -> Launch:
         planes = [plane for each in operands for plane in each.planes]
         nbytes = sum(_nbytes(plane.compact, plane.scale_inv) for plane in planes)
-        return self._launch("expand_scales", operands, nbytes)
+        return self._launch(operands, nbytes)
 
     def partial_cast(self, numerics: Numerics, operands: Operands, masters: Masters) -> Launch:
         shards, nbytes = _held(operands), 0
@@ -96,19 +95,19 @@ class CountingBackend:
             left = _left(each)
             nbytes += _master_bytes(each, masters) * left // each.extent.size
             nbytes += _code_bytes(each, numerics, left)
-        return self._launch("partial_cast", shards, nbytes)
+        return self._launch(shards, nbytes)
 
     def transpose(self, numerics: Numerics, operands: Operands) -> Launch:
         planes = [plane for each in operands for plane in each.planes]
         nbytes = sum(_nbytes(plane.codes, plane.scale_inv) for plane in planes)
-        return self._launch("transpose", operands, nbytes)
+        return self._launch(operands, nbytes)
 
-    def _launch(self, name: str, operands: Operands, nbytes: int, launches: int = 1) -> Launch:
+    def _launch(self, operands: Operands, nbytes: int, launches: int = 1) -> Launch:
         if not operands:
             return lambda: None
 
         def launch() -> None:
-            work = self.work.setdefault(name, Work())
+            work = self.work.setdefault(self.step, Work())
             work.launches += launches
             work.nbytes += nbytes
 

@@ -3,30 +3,29 @@ ranks.
 
 Nothing is worked out here a second time. The weights are on the meta device, which has shapes and
 no memory. From them the objects are made that make a step: :class:`ShardedWeights`, the rounds of
-gradients, :class:`CastCollectives`, :class:`CastSteps`. Their collectives run on a
-:class:`RecordingCommunicator` around a rank that is alone, and their launches are those of a
-backend that counts. So a dry run sends what a step sends, call by call, and takes the memory that
-it takes; the tests compare both with real steps.
+gradients, :class:`ShardedCast`. Their collectives run on a :class:`RecordingCommunicator` around a
+rank that is alone, and their launches are those of a backend that counts. So a dry run sends what a
+step sends, call by call, and takes the memory that it takes; the tests compare both with real
+steps.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
+from zerocast.backends import use_backend
 from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
-from zerocast.cast.cast_collectives import CastCollectives
-from zerocast.cast.consistency import raise_in_all, tp_shards_by_group
+from zerocast.cast.consistency import tp_shards_by_group
 from zerocast.cast.flat_plan import ALIGNMENT
 from zerocast.cast.shard_spec import ShardSpec
-from zerocast.comm import RecordingCommunicator
+from zerocast.cast.sharded_cast import ShardedCast
+from zerocast.comm import RecordingCommunicator, raise_together
 from zerocast.lab.costs.counted_launches import CountingBackend, Work
 from zerocast.lab.costs.one_of_many import OneOfMany
 from zerocast.layout import Owners, round_up
-from zerocast.numerics import Backend, Masters
 from zerocast.optim.buckets import BUCKET_SIZE
 from zerocast.optim.gradient_rounds import BUFFER_BYTES, buffer_sizes, cut_rounds
 from zerocast.optim.gradients import flag_bytes
@@ -34,7 +33,14 @@ from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import Weight, storage_kind
-from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.pipeline import CastPipeline
+
+SENT = {
+    "reduce_scatter": "gradients", "optimizer": "whole gradients and masters",
+    "reduce_amax": "amaxes", "reduce_candidates": "choices", "compute_scale": "votes",
+    "all_gather_scales": "scales",
+}  # fmt: skip
+"""What steps send, for those that send one thing."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class DryRun:
     Attributes:
         comm: has counted what this rank sends to the others, by what it is.
         tp_comms: the same for groups of tensor parallelism that record.
-        work: the launches, and the bytes that they read and write, by operation.
+        steps: the names of what a step consists of, in order.
+        work: the launches, and the bytes that they read and write, by these names.
         memory: bytes that this rank holds, by what they are.
     """
 
@@ -98,12 +105,15 @@ class DryRun:
         )
         self._backend = CountingBackend(options.device)
         self.work = self._backend.work
-        self._plan_cast()
-        self._step()
+        self._cast = self._make_cast()
+        self.tp_comms = [e for e in self._cast.comms[1:] if isinstance(e, RecordingCommunicator)]
+        pipeline = self._pipeline()
+        pipeline.run(self._counted)
+        self.steps = [name for name, _ in pipeline]
         self.memory = self._count_memory()
 
-    def _plan_cast(self) -> None:
-        """Make what a CastPlan of the weights that hold codes is made of."""
+    def _make_cast(self) -> ShardedCast:
+        """Return the cast of the weights that hold codes, as a CastPlan has it."""
         shards = self._shards
         places = [i for i, weight in enumerate(shards.weights) if weight.kind.is_codes]
         specs = []
@@ -118,53 +128,42 @@ class DryRun:
             for rank, part in shards.owners(i)
         ]
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
-        tp_shards = tp_shards_by_group([shards.weights[i].param for i in places])
-        self.tp_comms = [each for each in tp_shards if isinstance(each, RecordingCommunicator)]
-        self._storages = [spec.storage for spec in specs]
-        self._comms = [self.comm, *tp_shards]
-        self._collectives = CastCollectives(
-            specs,
-            {self.comm: list(range(len(specs)))},
-            {self.comm: Owners.of(len(specs), table)},
-            tp_shards,
-            boundary=is_boundary(self._options.exchange),
-        )
-        matrices = self._collectives.matrices.specs()
-        operands = self._collectives.operands(matrices, judges_amaxes=False)
-        masters = Masters(len(matrices))
-        held = [shards.held.get(i) for i in places]
-        masters.bind(self._collectives.matrices.masters(held))
-        self._cast = CastSteps(
-            cast(Backend, self._backend),
-            [(each.storage, operand) for each, operand in zip(matrices, operands, strict=True)],
-            masters,
-            own_scales=self._collectives.own_scales,
-            compact=self._collectives.compact,
-        )
+        with use_backend(self._backend):
+            return ShardedCast(
+                (),  # what is given here is looked at, where it has memory
+                [shards.held.get(i) for i in places],
+                specs,
+                {self.comm: list(range(len(specs)))},
+                {self.comm: Owners.of(len(specs), table)},
+                tp_shards_by_group([shards.weights[i].param for i in places]),
+                boundary=is_boundary(self._options.exchange),
+            )
 
     # --- the step ---
 
-    def _step(self) -> None:
-        """Run the phases of ZeroOptimizer.step, in their order."""
-        with self.comm.label("gradients"):
-            self._reduce_gradients()
-        with self.comm.label("whole gradients and masters"):
-            self._update_masters()
-        if self._storages:
-            self._make_codes()
-        elif self._options.device == "cpu":
-            with self.comm.label("votes"):
-                raise_in_all(self._comms, None)
-        plain = [bucket for bucket in self._shards.buckets if not bucket.kind.is_codes]
-        rounded = [(4 + b.kind.dtype.itemsize) * b.layout.rank_numel for b in plain]
-        self._count("store_plain", sum(rounded))
-        with self.comm.label("scales"):
-            for gather in self._collectives.scale_gathers:
-                gather.start()()
-        for bucket in self._shards.buckets:
-            with self.comm.label("codes" if bucket.kind.is_codes else "plain weights"):
-                bucket.all_gather(self.comm)
-        self._cast.run("expand_scales", "transpose")
+    def _pipeline(self) -> CastPipeline:
+        """Return what ZeroOptimizer.step does."""
+        pipeline = CastPipeline()
+        if self._cast.specs:
+            pipeline = self._cast.pipeline().having(
+                all_gather_scales=self._all_gather_scales,
+                post_all_gather_processing=self._cast.prepared.rebuild_copies,
+            )
+        return pipeline.having(
+            reduce_scatter=self._reduce_gradients,
+            optimizer=self._update_masters,
+            store_plain=self._store_plain,
+            all_gather=self._all_gather,
+        )
+
+    @contextmanager
+    def _counted(self, step: str) -> Iterator[None]:
+        """Count the launches of a step, and what it sends to ranks of any kind."""
+        self._backend.step = step
+        with ExitStack() as labels:
+            for comm in (self.comm, *self.tp_comms):
+                labels.enter_context(comm.label(SENT.get(step, "")))
+            yield
 
     def _reduce_gradients(self) -> None:
         """Send the rounds; with ``overlap_grad_reduce`` all but the last with every backward."""
@@ -176,7 +175,7 @@ class DryRun:
         # Gradients are copied into buffers, and the rows that arrive added to FP32 sums.
         sent = sum(each.nbytes for each in self._rounds)
         summed = 8 * self.comm.size * self._shards.num_columns
-        self._count("gradients", passes * (self._gradient_bytes() + 2 * sent + summed))
+        self._count(passes * (self._gradient_bytes() + 2 * sent + summed))
 
     def _gradient_bytes(self) -> int:
         """Return the bytes of all weights' gradients, each in its own dtype."""
@@ -196,34 +195,26 @@ class DryRun:
         state = [v for i in masters for v in inner.state(i).values()]
         self._state_bytes = sum(v.nbytes for v in state if isinstance(v, torch.Tensor))
         held = sum(master.nbytes for master in masters.values())
-        self._count("optimizer", 3 * held + 2 * self._state_bytes)
+        self._count(3 * held + 2 * self._state_bytes)
+        if not self._cast.specs and self._options.device == "cpu":
+            with self.comm.label(SENT["compute_scale"]):
+                raise_together(self.comm, None)
 
-    def _make_codes(self) -> None:
-        exchange = self._collectives.exchange
-        self._cast.run("partial_amax")
-        with self._labelled("amaxes"):
-            exchange.reduce_amax()
-        self._cast.run("partial_select")
-        with self._labelled("choices"):
-            exchange.reduce_candidates()
-        self._cast.run("select", "compute_scale")
-        numerics = {storage.recipe.numerics for storage in self._storages}
-        if any(callable(getattr(each, "amax_compute_algo", None)) for each in numerics):
-            with self._labelled("votes"):
-                raise_in_all(self._comms, None)
-        self._cast.run("partial_cast")
+    def _store_plain(self) -> None:
+        plain = [bucket for bucket in self._shards.buckets if not bucket.kind.is_codes]
+        self._count(sum((4 + b.kind.dtype.itemsize) * b.layout.rank_numel for b in plain))
 
-    def _count(self, name: str, nbytes: int) -> None:
+    def _all_gather_scales(self) -> None:
+        self._cast.prepared.start_scales()()
+
+    def _all_gather(self) -> None:
+        for bucket in self._shards.buckets:
+            with self.comm.label("codes" if bucket.kind.is_codes else "plain weights"):
+                bucket.all_gather(self.comm)
+
+    def _count(self, nbytes: int) -> None:
         """Count what no backend is asked for: torch's own operations, without their launches."""
-        self.work[name] = Work(0, nbytes)
-
-    @contextmanager
-    def _labelled(self, name: str) -> Iterator[None]:
-        """Count under ``name`` what is sent to ranks of any kind within the context."""
-        with ExitStack() as labels:
-            for comm in (self.comm, *self.tp_comms):
-                labels.enter_context(comm.label(name))
-            yield
+        self.work[self._backend.step] = Work(0, nbytes)
 
     # --- memory ---
 
@@ -233,9 +224,9 @@ class DryRun:
             name = "codes" if bucket.kind.is_codes else "plain weights"
             step = ALIGNMENT if bucket.kind.is_codes else 1  # those lie together
             held[name] += sum(round_up(flat.nbytes, step) for flat in bucket.flats)
-        for storage in self._storages:
-            for name, buffer in storage.buffers.items():
-                if name not in storage.gathered:  # those lie in their bucket
+        for spec in self._cast.specs:
+            for name, buffer in spec.storage.buffers.items():
+                if name not in spec.storage.gathered:  # those lie in their bucket
                     kind = "codes" if name == "columnwise_data" else "scales"
                     held[kind] += round_up(buffer.nbytes, ALIGNMENT)
         held["masters"] = shards.masters.nbytes
@@ -249,8 +240,6 @@ class DryRun:
         sizes = [weight.param.numel() * weight.param.itemsize for weight in shards.weights]
         two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))  # one is taken at the next
         held["gradients"] = two if self._options.overlap_grad_reduce else self._gradient_bytes()
-        held["amaxes"] = sum(each.nbytes for each in self._collectives.exchange.tensors)
-        held["scales in travel"] = sum(
-            each.nbytes for gather in self._collectives.scale_gathers for each in gather.tensors
-        )
+        held["amaxes"] = sum(each.nbytes for each in self._cast.exchange.tensors)
+        held["scales in travel"] = sum(each.nbytes for each in self._cast.prepared.gathered_scales)
         return held

@@ -9,27 +9,17 @@ from zerocast import InputError, Recipe
 from zerocast.arguments import check_choice, check_integer
 from zerocast.comm import RecordingCommunicator, Traffic
 from zerocast.lab.costs.counted_launches import BACKENDS, Work
-from zerocast.lab.costs.dry_run import DryRun, StepOptions
+from zerocast.lab.costs.dry_run import SENT, DryRun, StepOptions
 from zerocast.lab.costs.machine import Machine
 from zerocast.lab.costs.models import Params, model_of, params_of, quantize_model
 from zerocast.lab.costs.one_of_many import OneOfMany
 from zerocast.recipes import describe_recipe
 
-PHASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "reduce_scatter": (("gradients",), ("gradients",)),
-    "optimizer": (("whole gradients and masters", "votes"), ("optimizer",)),
-    "partial_amax": ((), ("partial_amax", "partial_amax_cast")),
-    "reduce_amax": (("amaxes",), ()),
-    "partial_select": ((), ("partial_select",)),
-    "reduce_candidates": (("choices",), ("select",)),
-    "compute_scale": ((), ("compute_scale",)),
-    "partial_cast": ((), ("partial_cast",)),
-    "store_plain": ((), ("store_plain",)),
-    "all_gather_scales": (("scales",), ("expand_scales",)),
-    "all_gather": (("codes", "plain weights"), ()),
-    "post_all_gather_processing": ((), ("transpose",)),
-}
-"""The phases of a step in order, what each sends, and which work it does."""
+PHASE_OF = {
+    **{sent: step for step, sent in SENT.items()},
+    "votes": "optimizer", "codes": "all_gather", "plain weights": "all_gather",
+}  # fmt: skip
+"""The phase of a step that sends what is labelled so."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +29,18 @@ class Estimate:
     Attributes:
         dp, tp: data-parallel and tensor-parallel ranks.
         elements: the number of elements of the weights that a data-parallel rank has.
+        phases: what the step consists of, in order.
         traffic: the bytes that the rank sends to data-parallel ranks, by what they are and the kind
             of collective.
         tp_traffic: the same to ranks of tensor parallelism.
-        work: the launches, and the bytes that they read and write, by operation.
+        work: the launches, and the bytes that they read and write, by phase.
         memory: bytes that the rank holds, by what they are.
     """
 
     dp: int
     tp: int
     elements: int
+    phases: Sequence[str]
     traffic: Mapping[tuple[str, str], Traffic]
     tp_traffic: Mapping[tuple[str, str], Traffic]
     work: Mapping[str, Work]
@@ -75,7 +67,7 @@ class Estimate:
 
     def phase_bytes(self, phase: str) -> int:
         """Return what the work of a phase reads and writes; of a phase that does none 0."""
-        return sum(self.work[name].nbytes for name in PHASES[phase][1] if name in self.work)
+        return self.work[phase].nbytes if phase in self.work else 0
 
     def seconds(self, machine: Machine) -> dict[str, float]:
         """Return the seconds of every phase on ``machine``; see "Note: the model of time" in
@@ -86,10 +78,10 @@ class Estimate:
                 machine.collective(kind, size, traffic)
                 for size, of in ((self.dp, self.traffic), (self.tp, self.tp_traffic))
                 for (label, kind), traffic in of.items()
-                if label in labels
+                if PHASE_OF[label] == phase
             )
             + (machine.phase(phase, nbytes) if (nbytes := self.phase_bytes(phase)) else 0.0)
-            for phase, (labels, _) in PHASES.items()
+            for phase in self.phases
         }
 
 
@@ -129,7 +121,7 @@ def estimate(
         for key, traffic in comm.traffic.items():
             tp_traffic.setdefault(key, Traffic()).add(traffic)
     elements = sum(param.numel() for _, param in params)
-    return Estimate(dp, tp, elements, run.comm.traffic, tp_traffic, run.work, run.memory)
+    return Estimate(dp, tp, elements, run.steps, run.comm.traffic, tp_traffic, run.work, run.memory)
 
 
 def estimate_model(
