@@ -6,7 +6,7 @@ recomputing why bytes are others. ``python -m zerocast conform`` is both on the 
 """
 
 from zerocast.lab.conformance.packages import PACKAGES, Package, package_of
-from zerocast.lab.conformance.packs import Case, Pack, packs, write_packs
+from zerocast.lab.conformance.case_packs import Case, Pack, packs, write_packs
 from zerocast.lab.conformance.scores import Score, score
 
 __all__ = ["PACKAGES", "Case", "Pack", "Package", "Score",

@@ -17,7 +17,7 @@ import torch
 from zerocast.backends.reference.arithmetic import divide
 from zerocast.backends.reference.planes import by_elements
 from zerocast.export import DIALECTS, Dialect
-from zerocast.lab.conformance.packs import Pack, blocks_of, differing
+from zerocast.lab.conformance.case_packs import Pack, blocks_of, differing
 from zerocast.layout import BlockGrid
 from zerocast.numerics import (
     E2M1,
