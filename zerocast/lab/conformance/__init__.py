@@ -5,8 +5,8 @@ docs/NUMERICS.md; :func:`score` measures a :class:`Package` by them, byte by byt
 recomputing why bytes are others. ``python -m zerocast conform`` is both on the command line.
 """
 
-from zerocast.lab.conformance.packages import PACKAGES, Package, package_of
 from zerocast.lab.conformance.case_packs import Case, Pack, packs, write_packs
+from zerocast.lab.conformance.packages import PACKAGES, Package, package_of
 from zerocast.lab.conformance.scores import Score, score
 
 __all__ = ["PACKAGES", "Case", "Pack", "Package", "Score",

@@ -19,8 +19,8 @@ import torch
 from zerocast import CastPlan, InputError, empty, quantize
 from zerocast.comm import Communicator, run_in_process
 from zerocast.export import DIALECTS, Dialect
-from zerocast.lab.conformance.causes import block_amaxes
 from zerocast.lab.conformance.case_packs import blocks_of
+from zerocast.lab.conformance.causes import block_amaxes
 
 Stored = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
 Calls = Mapping[str, Callable[..., Any]]

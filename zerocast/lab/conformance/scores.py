@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.lab.conformance.case_packs import DECODED, Case, Pack, differing, raw
 from zerocast.lab.conformance.causes import causes
 from zerocast.lab.conformance.packages import Package
-from zerocast.lab.conformance.case_packs import DECODED, Case, Pack, differing, raw
 
 
 @dataclass(frozen=True)
