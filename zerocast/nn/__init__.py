@@ -10,9 +10,9 @@ input x [T, K], a weight w [M, K] and the gradient dy [T, M] of the output y [T,
     dw = dy.T @ x      sums over T
 
 Under :class:`zerocast.autocast` both operands of each product are quantized first. Elements that
-share a scale must lie along the dimension that the product sums over, for a GEMM multiplies a
-partial sum by the scales once. Each of the three tensors enters two products that sum over
-different dimensions, so it may need two sets of codes:
+share a scale must be adjacent along the dimension that the product sums over, because a GEMM
+multiplies a partial sum by the scales once. Each of the three tensors enters two products that sum
+over different dimensions, so it may need two sets of codes:
 
             forward reads        backward reads
     x       rowwise (K) for y    columnwise (T) for dw
@@ -31,14 +31,14 @@ amaxes over the ranks by one all-reduce, and only then do histories and scales a
 
 A weight may hold codes itself (:func:`zerocast.model_init`, :func:`convert`). Then nothing of it is
 quantized in the forward, and outside of autocast it is decoded. To follow one forward, read
-linear.py, quantized_module.py (which way a product goes), layer_product.py (the three products)
-and scaled_mm.py (who multiplies).
+linear.py, quantized_module.py (how a product is computed), layer_product.py (the three products)
+and scaled_mm.py (the GEMMs).
 
 What is here
 ~~~~~~~~~~~~
 Linear, LayerNorm, RMSNorm          torch's, and more
 LayerNormLinear, LayerNormMLP       a norm and what follows it, as TransformerEngine names them
-convert, coverage, explain          a model's layers to these; what is in codes; who computes
+convert, coverage, explain          a model's layers to these; what is in codes; what computes
 checkpoint, statistics              recomputed activations; what quantization loses
 swizzle, unswizzle                  scales in the order that block-scaled GEMMs read
 """

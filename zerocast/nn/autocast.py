@@ -1,5 +1,5 @@
-"""The contexts of layers: under autocast they quantize the operands of their products, and in
-model_init they are made with quantized weights.
+"""The contexts of layers: autocast, in which they quantize the operands of their products, and
+model_init, in which they are made with quantized weights.
 
 A context is active in the thread (or asyncio task) that entered it. :mod:`zerocast.nn.regions` says
 what autocast does to layers, and when it reduces amaxes.
@@ -104,7 +104,7 @@ fp8_model_init = model_init
 
 
 def get_default_recipe() -> Recipe:
-    """Return the recipe of a region that is given none: MXFP8 where the device multiplies it
+    """Return the recipe of a region without an argument: MXFP8 where the device multiplies it
     (:func:`zerocast.is_mxfp8_available`), current scaling on newer devices that do not, delayed
     scaling everywhere else, the CPU included.
     """

@@ -82,11 +82,11 @@ def convert(
     """Quantize the weights of a model's ``torch.nn.Linear`` layers, and of modules that are named,
     in place.
 
-    Call it before the optimizer and any wrapper take hold of the parameters: converted weights are
-    new parameters. Each keeps its value before quantization on the CPU until an optimizer has made
+    Call it before the optimizer and any wrapper refer to the parameters: converted weights are new
+    parameters. Each keeps its value before quantization on the CPU until an optimizer has made
     its masters from it. Weights that several layers share stay shared. Gradients and attributes of
     the parameters are carried over. Layers of zerocast that have no name take their name in the
-    model, by which stochastic rounding tells them apart.
+    model, by which stochastic rounding distinguishes them.
 
     Args:
         model: any module, the Linear itself included.

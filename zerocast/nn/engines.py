@@ -12,7 +12,7 @@ rowwise codes, or the columnwise ones, which are the transpose. torch reads five
 
 Where the library or the hardware cannot multiply codes, both operands are decoded and multiplied in
 the result's dtype: the same mathematics, at the speed of that dtype. :func:`engine` decides from
-shapes, recipes and the device, and gives the reason; no call is tried to see whether it fails.
+shapes, recipes and the device, and gives the reason; it tries no call.
 :mod:`zerocast.nn.scaled_mm` multiplies.
 
 Sources: the checks in torch's ``_scaled_mm`` and ``torch.nn.functional.scaled_mm`` (which the block
@@ -88,7 +88,7 @@ class Side:
 
     @property
     def stored_transposed(self) -> bool:
-        """Whether the codes lie as [contraction, rows]: columnwise ones that are quantized
+        """Whether the codes are stored as [contraction, rows]: columnwise ones that are quantized
         independently, or that are the rowwise ones.
         """
         return self.columnwise and not self.plane.is_transposed

@@ -15,8 +15,8 @@ Note: the result is written once
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each function but ``linear``, whose product is the library's, is one kernel, or one native loop,
 that reads the source and writes the result in its rounded dtype; the operations that cast any other
-tensor read it there. With ``output=True`` the caller gets it, too; else its memory is free when the
-call returns. What that costs in memory traffic is in docs/NUMERICS.md, "Activations and norms".
+tensor read it there. With ``output=True`` it is returned, too; else its memory is freed when the
+call returns. The memory traffic is in docs/NUMERICS.md, "Activations and norms".
 """
 
 from typing import Literal
@@ -77,7 +77,7 @@ def swiglu(x: torch.Tensor, quantizer: Quantizer | None = None, *, output: bool 
 
 
 def cast(x: torch.Tensor, quantizer: Quantizer, *, output: bool = False) -> Result:
-    """``x`` itself, quantized, as by ``quantizer.quantize``; ``output`` is a copy of it."""
+    """Return ``x``, quantized as by ``quantizer.quantize``; ``output`` is a copy of it."""
     return apply_fused(FusedOp("identity"), x, quantizer, output=output).result
 
 
@@ -152,7 +152,7 @@ def linear(
 
 
 def _check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """``x`` [..., K], ``weight`` [M, K] and ``bias`` [M] can be multiplied and added."""
+    """Raise :class:`InputError` unless x [..., K], weight [M, K] and bias [M] fit together."""
     for name, given in (("x", x), ("weight", weight)):
         check_nominal(name, check_tensor(name, given).dtype)
     cols = x.shape[-1:]

@@ -2,7 +2,7 @@
 
 Patterns name them, or they are those that servers are known to fuse
 (:mod:`zerocast.cast.amax_groups`). A label is of one conversion: blocks of a model that are
-converted one after the other have weights of the same names, and groups of their own.
+converted one after the other have weights of the same names, and separate groups.
 """
 
 import itertools

@@ -57,7 +57,7 @@ def check_not_replaced(model: torch.nn.Module) -> None:
             raise InputError(
                 f"modules that share a weight must be converted in one call, got {fqn}, which was "
                 f"tied with a weight that an earlier zerocast.nn.convert has replaced; convert a "
-                f"module around both, or give this one a torch.nn.Parameter of its own."
+                f"module around both, or give this one a separate torch.nn.Parameter."
             )
 
 

@@ -1,5 +1,4 @@
-"""Computes a layer under autocast: the norm or activation of the input, quantized,
-and the three products.
+"""Computes a layer under autocast: the norm or activation, quantized, and the three products.
 
 :func:`run_forward` and :func:`run_backward` are functions of tensors and quantizers. Autograd runs
 them by :class:`zerocast.nn.linear_functions.QuantizedProduct`, and compiled graphs by operations of
@@ -242,7 +241,7 @@ def quantize_shown(
 
 
 class SavedOperands:
-    """Quantized tensors as autograd saves them: their buffers, and beside these what they mean."""
+    """Quantized tensors as autograd saves them: their buffers, and a description of each."""
 
     def __init__(self) -> None:
         self._meanings: list[tuple[torch.Size, torch.dtype, Recipe, tuple[str, ...]] | None] = []
@@ -265,7 +264,7 @@ class SavedOperands:
         self._tensors += [buffers[name] for name in names]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors to save, and keep them no longer."""
+        """Return the tensors to save, and drop the references to them."""
         tensors, self._tensors = self._tensors, []
         return tensors
 

@@ -160,13 +160,13 @@ class Linear(QuantizedModule, torch.nn.Linear):
     Attributes:
         low_bit_all_gather: whether FSDP2 gathers the weight in codes, so that a forward with
             anything else is an error.
-        amax_group: the layers whose masters share one tensor amax with this one's; None for a
-            weight of its own.
+        amax_group: the layers whose masters share one tensor amax with this one's; None if no
+            other layer's does.
         tp_shard: what the weight is of a larger one, if it is in high precision, was split over
             ranks, and is no DTensor that says so.
     """
 
-    # On the class, so that a module which convert turns into this one has it, too.
+    # On the class, so that a module that convert changes into this class has them, too.
     low_bit_all_gather: bool = False
     amax_group: AmaxGroup | None = None
     tp_shard: TensorParallelShard | None = None

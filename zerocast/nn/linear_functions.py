@@ -155,8 +155,8 @@ def unchanged(storage: QuantizedStorage, version: int) -> QuantizedStorage:
 
 
 class _Decoded(torch.autograd.Function):
-    """``_Decoded.apply(weight, storage, dtype)``: the value of ``storage``, with its gradient
-    passed on to ``weight`` (straight-through).
+    """``_Decoded.apply(weight, storage, dtype)``: decodes ``storage``, with its gradient passed on
+    to ``weight`` (straight-through).
     """
 
     generate_vmap_rule = True  # for is_grads_batched=True, which runs backwards under torch.vmap

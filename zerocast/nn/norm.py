@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch's, with the option of a gamma that is centred at zero.
+"""LayerNorm and RMSNorm: torch's layers, with the option of a gamma that is centred at zero.
 
 Statistics and the division are FP32 whatever the input's dtype, as in torch.
 ``zero_centered_gamma`` stores ``gamma - 1``, so weight decay pulls gamma towards 1, and a

@@ -215,7 +215,7 @@ def _like_input(input: torch.Tensor, out: torch.Tensor, normed: torch.Tensor | N
 
 
 def _prepare(weight: QuantizedTensor) -> None:
-    """Rebuild stale copies of a weight, or raise an error, as the plan that cast it was told."""
+    """Rebuild stale copies of a weight, or raise an error, as its plan is configured."""
     weight.quantized_storage.prepare_for_forward(lambda storage: rebuild_derived([storage]))
 
 

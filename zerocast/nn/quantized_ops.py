@@ -2,7 +2,7 @@
 
 :func:`apply_fused` is the general form of the operations of :mod:`zerocast.nn.functional`: one
 operation of the backend computes the result and writes it, rounded once to the nominal dtype, and
-what is cast is that, as any other tensor. Where nothing is quantized, layers compute the same by
+the result is cast like any other tensor. Where nothing is quantized, layers compute the same by
 torch's functions (:func:`in_high_precision`).
 """
 
@@ -142,7 +142,7 @@ def differentiate_fused(
     gamma = weight.float() + 1 if op.zero_centered_gamma else weight.float()
     of_input = of_weight = of_bias = None
     if needs[0]:
-        # mean and rstd depend on x, too: their part of the gradient, along 1 and along x, goes.
+        # mean and rstd depend on x, too: subtract their part of the gradient, along 1 and along x.
         direct = dy * gamma
         along = normed * (direct * normed).mean(1, keepdim=True)
         level = direct.mean(1, keepdim=True) if mean else 0

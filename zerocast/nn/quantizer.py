@@ -1,4 +1,4 @@
-"""Quantizer: makes codes of the tensors of one place in a layer.
+"""Quantizer: makes the codes of one tensor in a layer.
 
 A layer has a quantizer for each tensor of its GEMMs: in the forward for input, weight and output,
 in the backward for the gradients of output and input. A quantizer holds the scheme, which of the

@@ -50,7 +50,7 @@ COUNTER = "rounding_counter"
 """Counters of draws, int64 [num_quantizers, 2]: a hash of the tensor's name, and the count."""
 
 _MOST_QUANTIZERS = 2**16
-"""More than any layer has: each is an object, and an entry of every tensor of the state."""
+"""More than any layer has. Each is an object, and an entry of every tensor of the state."""
 
 
 class RecipeState:
@@ -79,7 +79,7 @@ class RecipeState:
         self.is_delayed = any(each.casts_before_reduction for each in self.recipes)
         self.records = True
         self.reduction: AmaxReduction | None = None
-        with torch.inference_mode(False):  # else only inference could ever write it
+        with torch.inference_mode(False):  # else only inference mode could write it
             self.tensors = self._fresh_tensors(device, name)
             self.amaxes = torch.zeros(num_quantizers, dtype=torch.int32, device=device)
 
@@ -128,7 +128,7 @@ class RecipeState:
         return cls(recipe, mode, num_quantizers, check_device("device", device), name)
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer for each tensor, in the order of :attr:`roles`; their state is here."""
+        """Return one quantizer for each tensor, in the order of :attr:`roles`."""
         slots = (
             StateSlot(functools.partial(self.views, i), functools.partial(self._record, i))
             for i in range(self.num_quantizers)
@@ -188,7 +188,7 @@ class RecipeState:
         return self.amaxes.device
 
     def register_with(self, reduction: AmaxReduction) -> None:
-        """Let ``reduction``, and no other one, reduce :attr:`amaxes` from now on."""
+        """Register :attr:`amaxes` with ``reduction``, and with no other one."""
         if self.reduction is not reduction and self.is_delayed:
             if self.reduction is not None:
                 self.reduction.forget_layout()
@@ -302,13 +302,13 @@ class AmaxReduction:
         self.forget_layout()
 
     def forget_layout(self) -> None:
-        """Lay the entries out again before the next reduction."""
+        """Drop the layout of the entries, which the next reduction makes again."""
         self._steps = None
 
     def run(self) -> None:
         """Collective: reduce by maximum, advance histories and scales, clear the amaxes."""
         if self._steps is None:
-            with torch.inference_mode(False):  # else only inference could ever write the buffers
+            with torch.inference_mode(False):  # else only inference mode could write the buffers
                 self._steps = self._lay_out()
         for amaxes, advances in self._steps:
             self._comm.all_reduce_max_(amaxes)

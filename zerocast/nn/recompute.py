@@ -32,7 +32,7 @@ from zerocast.recipes import Recipe
 
 
 class _Run:
-    """A run of a layer, which lives as long as the graph that autograd made of it."""
+    """A run of a layer, kept alive by the graph that autograd made of it."""
 
     def __init__(self, recipe: Recipe | None) -> None:
         self.recipe = recipe
@@ -57,7 +57,7 @@ class Runs:
             return
         run = _Run(recipe)
         self._with_graph.add(run)
-        metadata: Any = out.grad_fn.metadata  # typed as the method that it was
+        metadata: Any = out.grad_fn.metadata  # typed as a method
         metadata.setdefault("zerocast runs", []).append(run)
 
     def recipes(self, *, trains: bool) -> set[Recipe | None]:

@@ -1,7 +1,7 @@
 """The regions that :class:`zerocast.autocast` enters, and which of them is active.
 
 A region is active in the thread (or asyncio task) that entered it, so ranks that are threads have
-separate regions. Layers ask :func:`current`.
+separate regions. Layers call :func:`current`.
 
 torch.compile guards a compiled function by the values that it has read. A compiled function can
 read an attribute of a thread-local object, but neither a context variable nor an object that is new
@@ -53,7 +53,7 @@ GRAPHS_HOLD_PRODUCTS = torch.__version__ >= "2.13"
 a region after a break nor order the draws of gradients.
 """
 OLDER_TORCH = "" if GRAPHS_HOLD_PRODUCTS else "a quantized product in a graph needs torch 2.13; "
-"""The start of the errors that say what a graph cannot hold."""
+"""The prefix of errors about what a graph cannot hold."""
 
 
 class _Traced:

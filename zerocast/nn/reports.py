@@ -33,7 +33,7 @@ from zerocast.tensors.wrapped_names import named_modules, named_parameters
 How = Literal["held in codes", "gathered in codes", "quantized under autocast", "left"]
 
 _LARGE = 0.01
-"""The share of a model's parameters from which on a left one has a line for itself."""
+"""The smallest share of a model's parameters at which a left one has a separate line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def explain(
     device: Device = None,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """Say who computes the products of the layers in ``model``, and why.
+    """Say what computes the products of the layers in ``model``, and why.
 
     Args:
         model: any module; zerocast's layers in it are explained, itself included.

@@ -6,9 +6,9 @@ and decodes both operands elsewhere.
 
 Note: the 128x4 layout
 ~~~~~~~~~~~~~~~~~~~~~~
-cuBLAS reads the scales of MXFP8 and NVFP4 operands in tiles of 128 rows by 4 columns. The tiles lie
-one after the other as their plane reads, row of tiles by row of tiles; inside a tile of 512 bytes
-the scale of row ``r`` and column ``c`` stands at::
+cuBLAS reads the scales of MXFP8 and NVFP4 operands in tiles of 128 rows by 4 columns. The tiles of
+a plane are in row-major order; inside a tile of 512 bytes the scale of row ``r`` and column ``c``
+is at::
 
     (r % 32) * 16 + (r // 32) * 4 + c
 
@@ -49,10 +49,10 @@ def gemm(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One product of two quantized matrices.
+    """Compute one product of two quantized matrices.
 
     Args:
-        product: which one.
+        product: the product of the layer.
         a: x [T, K] for the output, dy [T, M] for the gradients.
         b: w [M, K] for the output and the input gradient, x [T, K] for the weight gradient.
         dtype: the dtype of the result.
@@ -90,7 +90,7 @@ def gemm(
 
 
 def _values(storage: QuantizedStorage, columnwise: bool) -> torch.Tensor:
-    """[M, K] FP32, decoded; of the rowwise codes where there are no columnwise ones."""
+    """Decode to [M, K] FP32; the rowwise codes where there are no columnwise ones."""
     values = dequantize(storage, columnwise=columnwise and storage.has_columnwise)
     return values.view(-1, values.shape[-1])
 
@@ -155,7 +155,7 @@ def multiply(
     *,
     fast_accumulation: bool,
 ) -> torch.Tensor:
-    """``a @ b.T + bias`` by the library, [rows of a, rows of b] in ``dtype``."""
+    """Return ``a @ b.T + bias`` by the library, [rows of a, rows of b] in ``dtype``."""
     options: dict[str, Any]
     if not kind.needs_functional:
         scale_b = b.scales[0] if kind is TENSORWISE else b.scales[0].t()
@@ -180,7 +180,8 @@ def _stored(side: Side, storage: QuantizedStorage) -> tuple[torch.Tensor, torch.
     buffers = storage.buffers
     if not side.columnwise:
         return buffers["rowwise_data"].view(side.shape[0], -1), buffers["rowwise_scale_inv"]
-    # What both copies read is stored as rowwise, and all else of a saved operand is columnwise.
+    # Buffers that both copies share are stored as rowwise ones; all others of a saved operand are
+    # columnwise.
     codes, scale_inv = (
         f"columnwise_{name}" if f"columnwise_{name}" in buffers else f"rowwise_{name}"
         for name in ("data", "scale_inv")
@@ -190,8 +191,8 @@ def _stored(side: Side, storage: QuantizedStorage) -> tuple[torch.Tensor, torch.
 
 
 def _by_row(side: Side, scale_inv: torch.Tensor) -> torch.Tensor:
-    """[1] or [rows]: the scales of an operand of one block, or of one a row. Of blocks of 128 they
-    stand in a padded plane.
+    """Return [1] or [rows]: the scales of an operand of one block, or of one a row. Those of blocks
+    of 128 are stored in a padded plane.
     """
     layout = side.plane.scales
     entries = scale_inv.view(layout.shape)
@@ -211,7 +212,7 @@ def _torch_dtype(fmt: ElementFormat) -> torch.dtype:
 TILE_ROWS, TILE_COLS = 128, 4
 
 _GROUPS, _GROUP_ROWS = 4, 32
-"""A tile's 128 rows are 4 groups of 32; rows of one number in their group stand side by side."""
+"""A tile's 128 rows are 4 groups of 32; rows of equal index in their groups are adjacent."""
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
@@ -256,7 +257,7 @@ def unswizzle(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _tiles(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """Say how many tiles a plane is high and wide."""
+    """Return the height and the width of a plane in tiles."""
     if len(shape) != 2 or shape[0] % TILE_ROWS or shape[1] % TILE_COLS:
         raise InputError(
             f"the 128x4 layout holds planes of whole tiles, [a multiple of {TILE_ROWS}, a multiple "

@@ -29,7 +29,7 @@ class StatefulModule(torch.nn.Module):
     """
 
     gemms: ClassVar[int] = 1
-    # On the class, so that a module which convert turns into this one has them, too.
+    # On the class, so that a module that convert changes into this class has them, too.
     name: str = ""
     _states: tuple[RecipeState, RecipeState] | None = None
     _loaded: torch.Tensor | None = None  # a saved state, until a forward under its recipe
@@ -113,7 +113,7 @@ class StatefulModule(torch.nn.Module):
             GemmQuantizers(next(three), next(three), next(three), next(two), next(two))
             for _ in range(self.gemms)
         ]
-        self._go_on(states)
+        self._resume(states)
         return (forward, backward), quantizers
 
     def gradient_quantizer(self, recipe: Recipe, gemm: int, device: torch.device) -> Quantizer:
@@ -127,7 +127,7 @@ class StatefulModule(torch.nn.Module):
             self._take_states(present, device)
         return quantizer
 
-    def _go_on(self, states: Sequence[RecipeState]) -> None:
+    def _resume(self, states: Sequence[RecipeState]) -> None:
         """Load the saved state into these new ``states`` if it was saved under their recipe."""
         loaded = self._loaded
         if loaded is None:

@@ -4,8 +4,8 @@
         ...                                  # forward and backward, under autocast
     print(counts)
 
-An element is *underflowed* where it is not zero and decodes to zero; *saturated* where it lies
-beyond what rounds to the largest code, so that it was cut off rather than rounded. Both are counted
+An element is *underflowed* where it is not zero and decodes to zero; *saturated* where it is larger
+than all values that round to the largest code, so that it was clipped. Both are counted
 over what layers quantize: inputs, weights in high precision, quantized outputs, gradients. The
 rowwise copy is counted if there is one. Counting decodes each tensor once more.
 """
@@ -34,7 +34,7 @@ class Counts:
     Attributes:
         elements: the number of elements that were quantized.
         underflowed: not zero, and decoded to zero.
-        saturated: beyond what rounds to the largest code.
+        saturated: larger than all values that round to the largest code.
     """
 
     elements: int = 0
@@ -94,8 +94,8 @@ def statistics(model: torch.nn.Module) -> Iterator[Statistics]:
 
 
 def observer(module: torch.nn.Module, gemm: int) -> Watch | None:
-    """Return the function to which product ``gemm`` of ``module`` gives its quantized tensors; None
-    if nothing is counted.
+    """Return the function that product ``gemm`` of ``module`` calls with its quantized tensors;
+    None if nothing is counted.
     """
     counting = _counting.get()
     if counting is None or module not in counting[0]:
@@ -131,7 +131,7 @@ def _count(tensor: torch.Tensor, quantized: QuantizedStorage) -> tuple[int, int]
     codes = codes & (2 ** (fmt.bits - 1) - 1)
     given = tensor.detach().to(torch.float32).abs()
     underflowed = (values == 0) & (given != 0)
-    # A decoded value is scale_inv times its code's, so that of the largest code gives the bound.
+    # A decoded value is scale_inv times its code's value: that of the largest code gives the bound.
     saturated = (codes == fmt.max_code) & (given > values * _saturation_bound(fmt)) & (values != 0)
     return int(underflowed.sum()), int(saturated.sum())
 

@@ -43,7 +43,7 @@ __all__ = ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"]
 
 
 def gather_input(style: str, layer: Linear, input: DTensor) -> DTensor:
-    """``input`` [..., K], split in one of its leading dimensions, as codes that every rank has.
+    """Gather the codes of ``input`` [..., K], which is split in one of its leading dimensions.
     Collective.
 
     Args:
@@ -110,7 +110,7 @@ class _GatherInput(torch.autograd.Function):
 def _gathered_codes(
     input: DTensor, dim: int, quantizer: Quantizer, dtype: torch.dtype, watch: Watch | None
 ) -> QuantizedTensor:
-    """Return the cast of the whole ``input`` in ``dtype``; each rank casts what it holds."""
+    """Return the cast of the whole ``input`` in ``dtype``; each rank casts its part."""
     comm = as_communicator(input.device_mesh)
     own = input.to_local().to(dtype).contiguous()
     chunks = [chunk(input.shape[dim], rank, comm.size) for rank in range(comm.size)]
@@ -120,9 +120,7 @@ def _gathered_codes(
     columnwise = quantizer.columnwise
     quantizer.set_usage(rowwise=True, columnwise=False)
     own_rows = own.view(-1, features)
-    if (
-        not own.numel()
-    ):  # a rank without rows takes part in the reduction of the amax, with one row of zeros
+    if not own.numel():  # such a rank takes part in the amax's reduction with a row of zeros
         own_rows = own.new_zeros(1, features)
     start = min(others * chunks[comm.rank].start, rows - len(own_rows))
     quantizer.tp_shard = TensorParallelShard(
