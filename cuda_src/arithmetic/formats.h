@@ -175,8 +175,8 @@ ZEROCAST_FN typename L::Float decode_e8m0(typename L::Int code) {
 // The code of E2M1 below x or the one above, by 16 random bits: above with the probability of x's
 // distance from the one below, to the nearest 2^-16. Saturates; what NaN becomes is as for encode.
 //
-// Codes lie 0.5 apart below the smallest normal, 1, and so do those from 1 to 2: 1 more (or, from 1
-// on, twice as much) is a number whose mantissa bits below E2M1's are the distance, and the draw,
+// Codes are 0.5 apart below the smallest normal, 1, and so are those from 1 to 2: 1 more (or, from
+// 1 on, twice as much) is a number whose mantissa bits below E2M1's are the distance, and the draw,
 // added to them, carries into the code or not.
 template <class L>
 ZEROCAST_FN typename L::Int encode_e2m1_stochastic(typename L::Float x, typename L::Int draw) {
@@ -264,7 +264,7 @@ ZEROCAST_FN typename L::Float with_canonical_nan(typename L::Float x) {
 template <class L>
 ZEROCAST_FN typename L::Float absolute(typename L::Float x) {
 #ifdef __CUDA_ARCH__
-    return fabsf(x);  // which an addition or a product does by the way
+    return fabsf(x);  // folded into an addition or a product
 #else
     return L::value(L::bits(x) & MAGNITUDE_MASK);
 #endif

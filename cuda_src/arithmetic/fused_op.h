@@ -69,7 +69,7 @@ ZEROCAST_FN typename L::Float take_factor(typename L::Int& exponent) {
     return power_of_2<L>(part);
 }
 
-// x * 2^exponent: at most the last of the products rounds, but for subnormal ones.
+// x * 2^exponent: at most the last of the products rounds, except subnormal ones.
 template <class L>
 ZEROCAST_FN typename L::Float times_power(typename L::Float x, typename L::Int exponent) {
     x = x * take_factor<L>(exponent);
@@ -189,9 +189,9 @@ struct Sum {
 
     ZEROCAST_FN void add(float x, float x_low = 0.0f) {
         float sum = high + x, grown = sum - high;
-        float lost = (high - (sum - grown)) + (x - grown);
+        float error = (high - (sum - grown)) + (x - grown);
         high = sum;
-        low = (low + x_low) + lost;
+        low = (low + x_low) + error;
     }
 };
 
@@ -226,7 +226,7 @@ struct RowStatistics {
         return power_of_2<Scalar>(eps < NO_EPS ? 80 : 40);
     }
 
-    // The sum divided by the number of terms; mean_low is what rounding the quotient lost.
+    // The sum divided by the number of terms; mean_low is the rounding error of the quotient.
     ZEROCAST_FN void set_mean(const Sum& sum, i64 cols) {
         float n = (float)cols;
         mean = Scalar::divide(sum.high, n);

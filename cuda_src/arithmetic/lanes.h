@@ -39,7 +39,7 @@
 #define ZEROCAST_CONVERTS
 #endif
 
-// The CPU library holds this code once an instruction set. Each copy has a namespace of its own, or
+// The CPU library holds this code once an instruction set. Each copy has a separate namespace, or
 // the linker would keep one of them for all, and the wrong one.
 #ifndef ZEROCAST_ISA
 #define ZEROCAST_ISA scalar

@@ -1,5 +1,5 @@
-// Masters as they lie in memory: elements of FP32, BF16 and FP16, each the FP32 value that it
-// exactly is.
+// Masters as they are stored in memory: elements of FP32, BF16 and FP16, each read as the FP32
+// value that it exactly is.
 #pragma once
 
 #include "arithmetic/formats.h"

@@ -1,9 +1,9 @@
 // How an amax becomes a scale: one class for each scheme's numerics.
 //
-// Each class answers two questions about one block, given the bit pattern of its amax: what is
-// stored, and what its elements are multiplied by before they are encoded. A multiplier that is NaN
-// says that every code is NaN's. A class that CHOOSES asks for the block's choice, too; the others
-// take one and do not look at it, so that all are called alike.
+// Each class computes two values for one block from the bit pattern of its amax: what is stored,
+// and what its elements are multiplied by before they are encoded. A multiplier that is NaN says
+// that every code is NaN's. A class that CHOOSES needs the block's choice, too; the others take one
+// and ignore it, so that all are called alike.
 #pragma once
 
 #include "arithmetic/formats.h"

@@ -117,8 +117,8 @@ struct CastShard {
 };
 static_assert(sizeof(CastShard) == 35 * sizeof(i64), "a row that Python writes");
 
-// One step of AdamW on one tensor; its state lies as its elements do. The numbers are FP32 bit
-// patterns.
+// One step of AdamW on one tensor; its state is ordered as its elements are. The numbers are FP32
+// bit patterns.
 struct AdamWUpdate {
     float* master;  // null where nothing is updated
     const float* gradient;

@@ -35,7 +35,7 @@ class Update {
         i64 first = begin - start_;
         for (i64 i = 0; i < end - begin; i += GROUP) {
             before(i);
-            for (int k = 0; k < GROUP; k += 16) ask<INTO>(table, first + i + k + ahead_);
+            for (int k = 0; k < GROUP; k += 16) prefetch_line<INTO>(table, first + i + k + ahead_);
             Floats x[4];
             for (int k = 0; k < 4; k++) x[k] = some<false>(table, by, first + i + k * W, W);
             after(i, x);
@@ -55,19 +55,19 @@ class Update {
 
     template <bool AMSGRAD>
     void run(i64 i, i64 end) const {
-        // Of its own, so that no store is taken to change them.
+        // Local copies, so that the compiler knows that no store changes them.
         AdamWUpdate table = table_;
         AdamW<Native> by = by_;
         for (; i + W <= end; i += W) {
-            if (W == 16 || i % 16 == 0) ask<ALL_LEVELS>(table, i + ahead_);
+            if (W == 16 || i % 16 == 0) prefetch_line<ALL_LEVELS>(table, i + ahead_);
             some<AMSGRAD>(table, by, i, W);
         }
         if (i < end) some<AMSGRAD>(table, by, i, end - i);
     }
 
-    // Asks for what is read of element i and of those behind it in a line.
+    // Prefetches what is read of element i and of those after it in a cache line.
     template <Prefetched INTO>
-    static ZEROCAST_FN void ask(const AdamWUpdate& table, i64 i) {
+    static ZEROCAST_FN void prefetch_line(const AdamWUpdate& table, i64 i) {
         __builtin_prefetch(table.master + i, 0, INTO);
         __builtin_prefetch(table.gradient + i, 0, INTO);
         __builtin_prefetch(table.exp_avg + i, 0, INTO);

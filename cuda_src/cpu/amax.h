@@ -66,7 +66,7 @@ inline void raise_shared(i32* slot, i32 value) {
     }
 }
 
-// The tensor's, where somebody asks for it.
+// The tensor's amax, where there is one.
 inline void raise_tensor(const CastShard& shard, i32 value) {
     if (shard.tensor_amax) raise_shared(shard.tensor_amax, value);
 }

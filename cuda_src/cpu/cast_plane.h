@@ -91,7 +91,7 @@ class PlaneCast {
         i64 block_w = grid().block_w;
         const float* multiplier = multipliers + col / block_w;
         i64 in_block = col % block_w;
-        if (in_block == 0 && encoder_.starts_group(element)) {  // but for the start of a shard
+        if (in_block == 0 && encoder_.starts_group(element)) {  // except at the start of a shard
             i64 done = block_w == 16   ? groups<16>(element, x, count, multiplier, positive)
                        : block_w == 32 ? groups<32>(element, x, count, multiplier, positive)
                        : block_w == 1  ? groups<1>(element, x, count, multiplier, positive)
@@ -162,7 +162,7 @@ class PlaneCast {
     typedef typename Encoder::Format F;
     static constexpr int W = Native::WIDTH, BYTES = GROUP * F::BITS / 8;
 
-    // Whether groups without a NaN have a way of their own: of E2M1 it would hardly be faster.
+    // Whether groups without a NaN have a separate path: of E2M1 it would hardly be faster.
     static constexpr bool SKIPS_NAN = F::BITS == 8;
 
     CodePlane plane_;

@@ -14,7 +14,7 @@ struct Read {
 
     template <Prefetched INTO, class Before, class After>
     ZEROCAST_FN void in_groups(i64 begin, i64 end, const Before& before, const After& after) const {
-        const float* from = master + begin;  // of its own, so that no store is taken to change it
+        const float* from = master + begin;  // a local copy: no store changes it
         for (i64 i = 0; i < end - begin; i += GROUP) {
             before(i);
             prefetch<INTO>(from + i);

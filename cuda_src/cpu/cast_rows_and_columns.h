@@ -45,7 +45,8 @@ class CastRowsAndColumns {
             Amaxes measured;
             memset(column_largest_, 0, cols_ * sizeof *column_largest_);
             for (i64 r = 0; r < max_of(rows, above); r++)
-                turn(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1, measured);
+                measure_and_cast(source, r < rows ? row + r : -1, r < above ? row + r - BLOCK : -1,
+                                 measured);
             tensor = Native::max(tensor, measured.largest);
             if (rows > 0) prepare(row, measured);
             above = rows;
@@ -59,7 +60,7 @@ class CastRowsAndColumns {
     static constexpr int W = Native::WIDTH, LINES = BLOCK + 1;
 
     // Columns that are measured at a time. What raise_row() makes of them is still in the nearest
-    // cache; of a whole row it would crowd out what waits there of columns.
+    // cache; a whole row would evict the columns' maxima from there.
     static constexpr i64 SEGMENT = 2 * W * BLOCK;
 
     // The largest amax of some blocks, and the smallest of those that are not 0.
@@ -96,7 +97,7 @@ class CastRowsAndColumns {
 
     // Measures one row and casts one row above it; -1 stands for none.
     template <class Source>
-    void turn(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
+    void measure_and_cast(const Source& source, i64 measured_row, i64 cast_row, Amaxes& measured) {
         bool casts = cast_row >= 0 && regular_;
         for (i64 c = 0; cast_row >= 0 && !casts && c < cols_; c += GROUP) cast_any(cast_row, c);
         i64 count = 0;

@@ -148,7 +148,7 @@ struct RunsCopy {
         to += count * SIZE;
     }
 
-    // `count` elements from `first` on, which lie in one word of flags.
+    // `count` elements from `first` on, whose flags are in one word.
     ZEROCAST_FN void operator()(i64 first, i64 count) {
         const u8* from = values + first * SIZE;
         i64 size = count * SIZE;
@@ -172,10 +172,10 @@ struct RunsCopy {
     }
 };
 
-// How many flagged words before it is copied the memory of a word is asked for.
+// How many flagged words before it is copied the memory of a word is prefetched.
 constexpr int AHEAD = 64;
 
-// Calls batch(runs, count) for all runs of flagged elements, many at once, those that lie less than
+// Calls batch(runs, count) for all runs of flagged elements, many at once, those that are less than
 // CLOSED apart as one, and copies their elements.
 template <int SIZE, int CLOSED, class Batch>
 ZEROCAST_FN void each_batch_of_runs(const RunsTarget& target, RunsCopy<SIZE>& copy,
@@ -247,7 +247,7 @@ void write_runs(const RunsTarget& target) {
                         target.values + target.count * SIZE};
     i64 all_entries = 0, end = 0;
     each_batch_of_runs<SIZE, ENTRY_BYTES / SIZE + 1>(target, copy, [&](const Runs& runs, int n) {
-        // Of their own, since what is stored as bytes might be them else.
+        // Local copies, because stores of bytes might alias the originals.
         i64 entries = all_entries, before = end;
         for (int i = 0; i < n; i++) {
             i64 gap = runs.starts[i] - before, length = runs.ends[i] - runs.starts[i];

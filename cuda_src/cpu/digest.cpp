@@ -9,7 +9,7 @@ inline namespace ZEROCAST_ISA {
 namespace {
 
 // What halfwords are multiplied by in a row: both weights of each line, lower and upper, and the
-// factors of each lane. No register lies in two lines of a cache.
+// factors of each lane. No register spans two cache lines.
 struct DigestKeys {
     alignas(64) i32 weights[DIGEST_LINES];
     alignas(64) i32 plain[DIGEST_LANES];
@@ -85,11 +85,11 @@ u64 digest_bytes(const u8* row, i64 at, i64 end, i64 start) {
     return total;
 }
 
-// Rows whose lines are digested in turn by the same weights, as many as there are registers for: of
-// 512 KiB in a cache 75 GB/s by four, 57 by two, 38 by one, whose sums wait for each other.
+// Rows whose lines are digested alternately by the same weights, as many as there are registers
+// for: of 512 KiB in a cache 75 GB/s by four, 57 by two, 38 by one, whose sums wait for each other.
 constexpr int ROWS_AT_ONCE = Native::WIDTH / 4;
 
-// How many bytes ahead lines are asked for: further than the rows at hand.
+// How many bytes ahead lines are prefetched: further than the present rows.
 template <int ROWS>
 constexpr i64 ASKED_AHEAD = ROWS * DIGEST_ROW_BYTES > 8192 ? ROWS * DIGEST_ROW_BYTES : 8192;
 
@@ -108,7 +108,7 @@ ZEROCAST_FN Native::Wide digest_lines(const u8* rows, i64 at, i64 end, i64 numbe
             sums[r].add(line, line_number);
         }
     };
-    // Without a count of its own for each line, 0.3 ms of 22 less.
+    // Without a separate count for each line, 0.3 ms of 22 less.
     constexpr i64 AT_A_TIME = 8;
     i64 next = at / LINE, last = end / LINE;
     for (; next + AT_A_TIME <= last; next += AT_A_TIME) {

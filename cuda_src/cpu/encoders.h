@@ -63,7 +63,7 @@ struct StochasticGroup {
     static ZEROCAST_FN Native::Wide counting(Indices<I...>) {
         return Native::Wide{(u64)I...};
     }
-    // The elements of a and b in turn: the first half of them, or (HALF 1) the second.
+    // The elements of a and b, interleaved: the first half of them, or (HALF 1) the second.
     template <int HALF, int... I>
     static ZEROCAST_FN Native::Wide alternating(Native::Wide a, Native::Wide b, Indices<I...>) {
         constexpr int N = sizeof...(I);
@@ -117,8 +117,8 @@ ZEROCAST_FN Packed saturated(Native::Shorts a, Native::Shorts b) {
 #endif
 }
 #if defined(__AVX512BW__)
-// In each 128-bit lane there are four elements of each of four registers of 32 bits, of two in
-// turn; by_fours() parts these, and then codes lie as in pack().
+// In each 128-bit lane there are four elements of each of four registers of 32 bits, of two
+// interleaved; by_fours() separates these, and then codes are ordered as in pack().
 ZEROCAST_FN __m512i by_fours(Packed bytes) {
     const __m128i fours = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     return _mm512_shuffle_epi8((__m512i)bytes, _mm512_broadcast_i32x4(fours));

@@ -1,7 +1,7 @@
 // The errors of 4-over-6 under both scales, and the codes, of many elements at a time.
 //
 // The errors of a row inside a block are summed from left to right, then the rows in a fixed order,
-// so whoever adds them gets the same sum. A register holds the same column of as many rows when
+// so every rank gets the same sum. A register holds the same column of as many rows when
 // they are summed: no sum goes across it. They are the rows of one whole 16x16 block, which have
 // one scale and one table, or else one row of as many blocks side by side.
 //
@@ -60,7 +60,7 @@ struct RowErrors {
 // How many magnitudes E2M1 has, and how many codes a word of 32 bits.
 constexpr int CODES = 8, WORD = 8;
 
-// Where places in a table are counted from: floats lie 1 apart there, and so do their bits.
+// Where places in a table are counted from: floats are 1 apart there, and so are their bits.
 constexpr float FIRST_PLACE = 1.5f * (1 << MANTISSA_BITS);
 constexpr u32 FIRST_PLACE_BITS = 0x4B400000;
 
@@ -72,8 +72,8 @@ constexpr u32 places_of_zeros() {
     return sum;
 }
 
-// Below these, codes of a block's elements need not all be told apart that place_of() tells apart,
-// under map4 and map6: no scale that is not subnormal is so far from amax / 4 or amax / 6.
+// Below these bounds, under map4 and map6, place_of() need not distinguish all codes of a block's
+// elements: no scale that is not subnormal is so far from amax / 4 or amax / 6.
 constexpr float IN_RANGE[] = {4.5f, 7.0f};
 
 // What codes mean and elements are multiplied by, of blocks side by side: under map4, then map6.
@@ -108,7 +108,7 @@ struct BlockTables {
 // The codes of magnitudes y, multiplied under map4 (MAP 0) or map6 (MAP 1): their places in a
 // block's table, counted from FIRST_PLACE.
 //
-// Codes lie 0.5 apart up to 2, 1 apart up to 4 and then 2. Where floats lie 1 apart, adding rounds
+// Codes are 0.5 apart up to 2, 1 apart up to 4 and then 2. Where floats are 1 apart, adding rounds
 // to whole steps, to even; the smallest of the three sums counts the steps that there are. All y
 // that are below IN_RANGE are at most the code 7, and under map4 below the last steps. The sums are
 // positive, so they order like their bits, which most processors compare faster.

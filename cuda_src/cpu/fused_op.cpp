@@ -20,7 +20,7 @@ ZEROCAST_FN Floats load_first(const T* from, i64 n) {
     return load(cut);
 }
 
-// Those from element `at` on; zeros alone where there are none.
+// Those from element `at` on; zeros where there is no tensor.
 ZEROCAST_FN Floats load_at(const void* from, i64 dtype, i64 at, i64 n) {
     Floats x{};
     if (from) with_elements(from, dtype, [&](auto* elements) { x = load_first(elements + at, n); });

@@ -24,8 +24,8 @@ inline namespace ZEROCAST_ISA {
 ZEROCAST_FN i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
 ZEROCAST_FN i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
 
-// IEEE arithmetic for as long as it lives, whatever torch.set_flush_denormal did to this thread
-// before: no flush to zero on the way in or out, round to nearest even, no traps.
+// IEEE arithmetic during its lifetime, whatever torch.set_flush_denormal did to this thread before:
+// no flush to zero of inputs or results, round to nearest even, no traps.
 class IeeeMode {
   public:
 #if defined(__x86_64__) || defined(__i386__)
@@ -79,7 +79,7 @@ i64 total_elements(const Item* items, i64 count, const Range& range) {
     return total;
 }
 
-// Elements [begin, end) of one item, in granules: where a cut between two threads may lie.
+// Elements [begin, end) of one item, in granules: where a cut between two threads may be.
 struct Span {
     i64 begin, end, granule;
 
@@ -87,7 +87,7 @@ struct Span {
 };
 
 // Gives this thread its even share of all items' elements: calls work(item, begin, end) for each
-// item it touches. Cuts lie on multiples of the item's granule, and every thread computes the same
+// item it touches. Cuts are at multiples of the item's granule, and every thread computes the same
 // ones.
 template <class Item, class Range, class Work>
 void share(const Item* items, i64 count, i64 thread, i64 num_threads, const Range& range,

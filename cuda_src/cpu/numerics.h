@@ -43,7 +43,7 @@ class BlockMultipliers {
           fill_(fill_under<Numerics>),
           are_powers_of_two_(SAME<Numerics, MXNumerics<typename Numerics::Format>>) {}
 
-    // Whether all are powers of two, but for those of blocks with a NaN or an infinity.
+    // Whether all are powers of two, except those of blocks with a NaN or an infinity.
     bool are_powers_of_two() const { return are_powers_of_two_; }
 
     // The numerics that make them, of F, where are_powers_of_two().
@@ -75,7 +75,7 @@ class BlockMultipliers {
                 auto bytes = load_some<Native::Bytes>(choices + b, left);
                 chosen = __builtin_convertvector(bytes, Native::Int);
             }
-            // Delayed scaling asks for none, and other threads raise them.
+            // Delayed scaling needs none, and other threads raise them.
             auto amaxes = Native::splat(0);
             if constexpr (!SAME<Numerics, DelayedNumerics<typename Numerics::Format>>)
                 amaxes = load_some<Native::Int>(amax + b, left);

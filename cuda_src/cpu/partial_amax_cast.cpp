@@ -1,13 +1,13 @@
 // partial_amax_cast: what partial_amax does, and in the same read of the master the codes of the
-// rows of blocks that a shard holds whole, whose scales wait for nobody.
+// rows of blocks that a shard holds whole, whose scales need no reduction.
 //
 // Such rows are divided into parts of whole blocks, small enough that the cast finds in a cache
 // what the amax has read. The processor computes while it reads: the cast of one part, a few rows
-// at a time, asks for the same rows of the next one, and their amaxes are taken then. Parts are as
-// wide as the matrix where they can be, because memory is fast where it is read in long runs.
+// at a time, prefetches the same rows of the next one, and their amaxes are taken then. Parts are
+// as wide as the matrix where they can be, because memory is fast where it is read in long runs.
 //
 // adamw_cast: a step of AdamW, and in the same pass over the masters what partial_amax_cast does;
-// or under delayed scaling, whose scales wait for nobody, what partial_cast does. The loop that
+// or under delayed scaling, whose scales are known before, what partial_cast does. The loop that
 // updates a row of blocks also casts the one above it, whose elements wait, rounded, in a buffer:
 // so the processor computes while it waits for four arrays, and these are read from end to end.
 #include <stdlib.h>
@@ -22,17 +22,17 @@ namespace zerocast {
 inline namespace ZEROCAST_ISA {
 namespace {
 
-// Elements of a part: at most so many where one block has no more, at least as many as are worth a
-// turn. Processors with AVX-512 have second-level caches that hold two parts of 256 KiB; of others,
+// Elements of a part: the most, unless one block has more, and the fewest that are worth a separate
+// part. Processors with AVX-512 have second-level caches that hold two parts of 256 KiB; of others,
 // parts of 4 MiB stay in the third level.
 constexpr i64 LARGEST = Native::WIDTH == 16 ? 1 << 16 : 1 << 20, SMALLEST = 1 << 16;
 
 // Elements that are cast, and measured, at a time: of FP32 128 KiB of a second-level cache, or 256
-// where every turn loads and stores the maxima of all columns.
-constexpr i64 TURN = 1 << 15, TURN_OF_COLUMNS = 1 << 16;
+// where every piece loads and stores the maxima of all columns.
+constexpr i64 PIECE = 1 << 15, PIECE_OF_COLUMNS = 1 << 16;
 
 // The same where elements are updated, of four arrays.
-constexpr i64 TURN_OF_UPDATES = 1 << 13;
+constexpr i64 PIECE_OF_UPDATES = 1 << 13;
 
 // The columns below which no part is divided so that all threads have some.
 constexpr i64 NARROW = 1024;
@@ -70,7 +70,7 @@ bool has_rows_and_columns(const CastShard& shard) {
            && shard.columnwise.grid.block_h == 32;
 }
 
-// Whether cast_rows() or CastRowsAndColumns does what is asked for.
+// Whether cast_rows() or CastRowsAndColumns can do the cast.
 bool goes_by_rows(const CastShard& shard, const AdamWUpdate* table) {
     const Grid& grid = shard.rowwise.grid;
     bool is_one_plane = !shard.columnwise.codes && grid.block_h == grid.block_w
@@ -94,7 +94,7 @@ class Parts {
                      : blocks % others == 0 ? blocks
                                             : blocks * others;
         }
-        turn_ = updated ? TURN_OF_UPDATES : shard.columnwise.codes ? TURN_OF_COLUMNS : TURN;
+        piece_ = updated ? PIECE_OF_UPDATES : shard.columnwise.codes ? PIECE_OF_COLUMNS : PIECE;
         size_ = row * max_of(1, SMALLEST / row);
         width_ = cols_;
         while (width_ > NARROW && count() < 4 * num_threads) width_ = (width_ + 1) / 2;
@@ -106,10 +106,10 @@ class Parts {
     i64 count() const { return (end_ - begin_ + size_ - 1) / size_ * across(); }
 
     // Some rows of part number i: those that are cast or measured at a time.
-    Region turn(i64 i, i64 number) const {
+    Region piece(i64 i, i64 number) const {
         i64 begin = begin_ + i / across() * size_, end = min_of(begin + size_, end_);
         i64 col = i % across() * width_, col_end = min_of(col + width_, cols_);
-        i64 rows = max_of(1, turn_ / (col_end - col)) * cols_;
+        i64 rows = max_of(1, piece_ / (col_end - col)) * cols_;
         begin = min_of(begin + number * rows, end);
         return Region{begin, min_of(begin + rows, end), col, col_end};
     }
@@ -122,7 +122,7 @@ class Parts {
   private:
     i64 cols_, begin_, end_;
     i64 size_, width_;  // elements of a row of parts, and columns of a part
-    i64 turn_;
+    i64 piece_;
 
     i64 across() const { return (cols_ + width_ - 1) / width_; }
 };
@@ -167,7 +167,7 @@ void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
         const AdamWUpdate* update =
             shards.updates ? shards.updates + (&shard - shards.shards) : nullptr;
         if (parts.are_whole_rows() && goes_by_rows(shard, update)) {
-            i64 begin = parts.turn(first, 0).begin, end = parts.turn(last, 0).begin;
+            i64 begin = parts.piece(first, 0).begin, end = parts.piece(last, 0).begin;
             if (cast_whole_rows<F>(shard, master, update, multipliers, begin, end, shards.streams))
                 return;
         }
@@ -176,8 +176,8 @@ void cast_parts(const Shards& shards, const CastShard& shard, const T* master,
         bool any = true;
         for (i64 number = 0; any; number++) {
             Region cast{}, measured{};
-            if (i >= first) cast = parts.turn(i, number);
-            if (i + 1 < last) measured = parts.turn(i + 1, number);
+            if (i >= first) cast = parts.piece(i, number);
+            if (i + 1 < last) measured = parts.piece(i + 1, number);
             if (i >= first) {
                 cast.ahead = i + 1 < last ? parts.to_next(i) : 0;
                 measured.ahead = 0;

@@ -60,12 +60,12 @@ void raise_whole(Native::Int* largest, const Grid& grid, const Panel& panel, con
 }
 
 // The elements of one panel, into the maxima of the strip's blocks. `ahead`: how many elements
-// after one that is read another is asked for.
+// ahead of the one that is read to prefetch.
 template <class T>
 void raise_panel(Native::Int* largest, const Grid& grid, const Panel& panel, const T* x,
                  i64 ahead) {
     i64 block = panel.col / grid.block_w, in_block = panel.col % grid.block_w;
-    if (in_block == 0 && panel.count % grid.block_w == 0) {  // but for the ends of a shard
+    if (in_block == 0 && panel.count % grid.block_w == 0) {  // not at the ends of a shard
         if (grid.block_w == 16) return raise_whole<16>(largest + block, grid, panel, x, ahead);
         if (grid.block_w == 32) return raise_whole<32>(largest + block, grid, panel, x, ahead);
         if (grid.block_w == 128) return raise_whole<128>(largest + block, grid, panel, x, ahead);

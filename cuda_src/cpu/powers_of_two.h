@@ -73,7 +73,7 @@ class PowerOfTwoCodes {
     static constexpr short HALF_LESS_ONE = (1 << (DROPPED - 1)) - 1;
 
     // Where a magnitude plus a step is at most -BELOW, it rounds to 0; from 1 << M on it is a
-    // normal code. Steps of E4M3 and E5M2 are raised, so that what lies between is positive.
+    // normal code. Steps of E4M3 and E5M2 are raised, so that values in between are positive.
     static constexpr i32 BELOW = (M << M) + 1, RAISE = SAME<F, E2M1> ? 0 : BELOW;
 
     // Steps of E2M1 count in the units of a magnitude that is not rounded yet, from a quarter on:

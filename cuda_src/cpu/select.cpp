@@ -153,8 +153,8 @@ class PartialSelect {
             for (auto& word : words) transpose_lanes<Native>(word);
             for (int r = 0; r < W; r++) {
                 typedef typename IndicesTo<W>::Type All;
-                Unsigned row[] = {in_turn<0>(words[0][r], words[1][r], All{}),
-                                  in_turn<1>(words[0][r], words[1][r], All{})};
+                Unsigned row[] = {interleaved<0>(words[0][r], words[1][r], All{}),
+                                  interleaved<1>(words[0][r], words[1][r], All{})};
                 plane_.put(element + (rows * W + r) * grid_.cols, row);
             }
         }
@@ -175,9 +175,9 @@ class PartialSelect {
         return signs;
     }
 
-    // The words of a and b in turn: the first half of them, or (HALF 1) the second.
+    // The words of a and b, interleaved: the first half of them, or (HALF 1) the second.
     template <int HALF, int... I>
-    static ZEROCAST_FN Unsigned in_turn(Unsigned a, Unsigned b, Indices<I...>) {
+    static ZEROCAST_FN Unsigned interleaved(Unsigned a, Unsigned b, Indices<I...>) {
         return __builtin_shufflevector(a, b, (I / 2 + HALF * W / 2 + I % 2 * W)...);
     }
 
@@ -212,7 +212,7 @@ class PartialSelect {
         }
     }
 
-    // The same row from column `first` on to a place of its own, COLS elements a block; zeros for
+    // The same row from column `first` on to a separate buffer, COLS elements a block; zeros for
     // what a block has not or shares with other ranks. Returns the bits of blocks that are whole.
     u32 copy_blocks(T* copy, i64 first, i64 row, i64 col, i64 end) {
         memset(copy, 0, W * COLS * sizeof(T));

@@ -172,19 +172,19 @@ typedef Simd<4> Native;
 // Elements that a loop takes at a time: those whose codes are packed together.
 constexpr int GROUP = 4 * Native::WIDTH;
 
-// How far ahead a pass over memory asks for what it reads next: the processor's own prefetching
-// reaches less far ahead than the memory is away.
+// How far ahead a pass over memory prefetches what it reads next: the processor's hardware
+// prefetcher does not reach far enough for the memory's latency.
 //
 // The distance counts elements: 8 KiB. Measured on a Zen 5 with one thread, on rows of 16x16 blocks
-// one at a time: 1024 was as fast, 4096 lost 3 %, 512 and 8192 a tenth, none at all 15 % and 256
+// one at a time: 1024 was as fast, 4096 3 % slower, 512 and 8192 a tenth, none at all 15 % and 256
 // more than that. One long run is as fast with any of them, and without.
 constexpr int PREFETCH_AHEAD = 2048;
 
-// Into which caches a line is asked for: all, or the nearest alone, where the second-level cache
+// Into which caches a line is prefetched: all, or the nearest alone, where the second-level cache
 // has no room for what is read once.
 enum Prefetched { FIRST_LEVEL = 0, ALL_LEVELS = 3 };
 
-// Asks for GROUP elements that stand `ahead` of x.
+// Prefetches GROUP elements, `ahead` of x.
 template <Prefetched INTO = ALL_LEVELS, class T>
 ZEROCAST_FN void prefetch(const T* x, i64 ahead = PREFETCH_AHEAD) {
     constexpr int LINE = 64 / sizeof(T);
@@ -303,8 +303,8 @@ ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
     return (typename L::Int)(pairs | pairs << 28) & 0xF;
 }
 
-// Read the first n elements of a vector, or all where it has fewer; zeros for the others. What is
-// cut goes through memory of its own: what is whole stays in a register.
+// Read the first n elements of a vector, or all where it has fewer; zeros for the others. A
+// cut vector goes through a buffer; a whole one stays in a register.
 template <class Vector, class T>
 ZEROCAST_FN Vector load_some(const T* from, i64 n) {
     i64 size = n * sizeof(T);

@@ -19,9 +19,8 @@ constexpr i64 STRIP_BLOCKS = 512;
 // than what would stay in the first-level cache beside them.
 constexpr i64 STRIP_COLUMNS = 8192;
 
-// What a pass visits of a weight: elements [begin, end) that lie in columns [col, col_end), which
-// are those of whole blocks. `ahead`: how many elements after one that is read another is asked
-// for.
+// What a pass visits of a weight: elements [begin, end) that are in columns [col, col_end), which
+// are those of whole blocks. `ahead`: how many elements ahead of the one that is read to prefetch.
 struct Region {
     i64 begin, end;
     i64 col = 0, col_end = 1LL << 62;
@@ -48,7 +47,7 @@ struct Panel {
 //     row, whole rows, a
 //                           cut last row
 //     close(strip)          after its rows
-// A strip may hold fewer than all rows and columns of its blocks, where begin and end say so. It is
+// Because of begin and end, a strip may hold fewer than all rows and columns of its blocks. It is
 // at most `across` blocks wide.
 template <class Open, class Work, class Close>
 void for_each_strip(const Grid& grid, const Region& region, const Open& open, const Work& work,

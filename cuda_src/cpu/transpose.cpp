@@ -3,7 +3,7 @@
 // Bytes are transposed in three steps, which touch both sides of the memory in whole cache lines
 // and long runs: 16 rows at a time, squares of 16x16 bytes are transposed within the registers; a
 // block of them is collected in the nearest caches; then the rows of `to` leave the block, the
-// squares put side by side on the way out. Nibbles go the same way: what were two rows of them is
+// squares put side by side on the way out. Nibbles take the same steps: two rows of them are
 // combined between the first step and the second.
 #include <string.h>
 

@@ -1,5 +1,5 @@
-// Copies from global into shared memory beside which a thread goes on. They take no registers while
-// they are under way, so that more of them can be.
+// Asynchronous copies from global into shared memory. They take no registers while they are in
+// flight, so that more of them can be.
 #pragma once
 
 #include "arithmetic/lanes.h"

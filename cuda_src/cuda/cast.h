@@ -1,4 +1,4 @@
-// What all casts of a tile share: where codes lie, and how they are made.
+// What all casts of a tile share: where codes are stored, and how they are made.
 #pragma once
 
 #include "arithmetic/philox.h"
@@ -60,7 +60,7 @@ class PairedDraws {
           call_((u64)(index + (odd_ ? step : 0)) / 8),
           two_vectors_((u64)step / 4) {}
 
-    // Those of vector i. All lanes of the warp ask for every vector.
+    // Those of vector i. All lanes of the warp call it for every vector.
     ZEROCAST_FN u64 of(u32 i) {
         if (i % 2) return next_;
         u64 half[2];

@@ -1,7 +1,7 @@
 // compute_scale: the stored scales of whole weights from reduced amaxes, padding and repeats
 // included.
 //
-// A weight has one plane (number 0), or a second one with blocks of its own (number 1). The first
+// A weight has one plane (number 0), or a second one with other blocks (number 1). The first
 // tile of the first plane does what is done once a weight.
 #include "arithmetic/scaling.h"
 #include "cuda/planes.h"

@@ -2,7 +2,7 @@
 // the history and the scale of the next cast.
 //
 // A thread block takes a weight. The history moves by one place, from its end on: what a thread
-// writes, it has read before a barrier, and what it reads next lies before all that was written.
+// writes, it has read before a barrier, and what it reads next is before all that was written.
 #include "arithmetic/scaling.h"
 #include "cuda/planes.h"
 

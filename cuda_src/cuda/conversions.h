@@ -14,8 +14,8 @@ inline namespace ZEROCAST_ISA {
 // --- rounding ---
 
 #ifdef ZEROCAST_CONVERTS
-// A NaN becomes another NaN here, which no code shows: it lies under a scale that is NaN. What is
-// stored in high precision goes through store_rounded (fused_op.cu).
+// A NaN may become another NaN here, which changes no code: its scale is NaN. What is stored in
+// high precision goes through store_rounded (fused_op.cu).
 template <class Nominal>
 ZEROCAST_FN Vec4 round_vec4(Vec4 q) {
     return q;
@@ -114,7 +114,7 @@ ZEROCAST_FN u32 encode_e2m1_by_lines(const Vec4& q) {
     for (int i = 3; i >= 0; i--) {
         i32 bits = Scalar::bits(q.x[i]);
         word = word << 1 | (u32)bits >> 31;
-        // FIRST's own bits lie above those of four codes.
+        // FIRST's bits are above those of four codes.
         word = (word << 3) + (u32)e2m1_by_lines(absolute<Scalar>(q.x[i]));
     }
     return word & 0xFFFFu;

@@ -1,8 +1,8 @@
-// copy_codes: codes between weights and the buffer in which they travel, as they are.
+// copy_codes: codes between weights and the buffer that is sent, unchanged.
 //
 // A row is a range of whole bytes, or one byte of which two ranks have a nibble each: one thread
-// puts that together of both, so nothing is written twice. Bytes lie anywhere: what is stored, 16
-// bytes at a time, is aligned; what is loaded may have to be shifted into place.
+// combines both, so nothing is written twice. Bytes have any alignment: stores of 16 bytes are
+// aligned; what is loaded may have to be shifted.
 #include "cuda/planes.h"
 
 using namespace zerocast;

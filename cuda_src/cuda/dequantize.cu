@@ -8,7 +8,7 @@
 
 using namespace zerocast;
 
-// Code j of four that lie side by side, in whole bytes.
+// Code j of four adjacent ones, in whole bytes.
 template <class F>
 static ZEROCAST_FN i32 code_of(const u8* codes, i64 element) {
     return F::BITS == 8 ? codes[element] : codes[element / 2] >> 4 * (element & 1) & 0xF;

@@ -14,7 +14,7 @@ struct Largest {
     i32* tile;        // of all its elements
 };
 
-// How a thread takes its vectors into the blocks. The vectors lie in one block, or in one each.
+// How a thread takes its vectors into the blocks. All vectors are in one block, or each is in one.
 class VectorAmax {
   public:
     ZEROCAST_FN VectorAmax(const CastShard& shard, const Tile& tile, const ThreadVectors& vectors,
@@ -25,7 +25,7 @@ class VectorAmax {
           to_(to),
           one_block(tile.blocks == 1 || vectors.col_step == 0) {}
 
-    // Where they lie in one. A vector that is not wanted changes nothing.
+    // Where all are in one. A vector that is not wanted changes nothing.
     ZEROCAST_FN void take_in_one(u32, const i32 (&magnitude)[4], u32) {
         value_ = Scalar::max(value_, largest_of(magnitude));
     }
@@ -56,7 +56,7 @@ class VectorAmax {
     i32 value_ = 0;
 
   public:
-    const bool one_block;  // whether all vectors of the thread lie in one
+    const bool one_block;  // whether all vectors of the thread are in one
 };
 
 // The same of blocks of one row, and of columns.
@@ -118,7 +118,7 @@ class RowBlockAmax {
     const ThreadVectors& vectors_;
     Largest to_;
     int block_;
-    int others_;  // lanes beside this one whose vectors lie in its block; with it a power of two
+    int others_;  // lanes beside this one whose vectors are in its block; with it a power of two
     i32 columns_[4], even_magnitude_[4] = {}, even_ = 0;
 };
 
@@ -131,7 +131,7 @@ ZEROCAST_FN RowBlockAmax amax_of(const CastShard& shard, const Tile32x256& tile,
     return {shard, tile, vectors, to};
 }
 
-// The vectors of `whole`, each of which lies in one block.
+// The vectors of `whole`, each of which is in one block.
 template <class Shape, class T>
 static ZEROCAST_FN void take_vectors(const CastShard& shard, const Shape& shape, const T* master,
                                      const ThreadVectors& vectors, u32 whole, const Largest& to) {
@@ -141,7 +141,7 @@ static ZEROCAST_FN void take_vectors(const CastShard& shard, const Shape& shape,
     bool at_once =
         amax.one_block && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
     VectorStream<AMAX_IN_FLIGHT> stream(vectors.step, whole, vectors.count);
-    stream.ask(master + vectors.element, at_once);
+    stream.request(master + vectors.element, at_once);
     i32 magnitude[4];
     if (at_once) {
         stream.for_each_at_once(master + vectors.element, [&](u32 i, const Vec4& x, u32 wanted) {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, Shape::ROW_BLOCKS ? 5 : 6)
         raise_blocks(shard, shape, to);
         __syncthreads();
         // The tensor's may be that of its block where it has one. Where it has more, block_amax is
-        // where block 0 would be, of a rank that need not keep it: whatever may lie there.
+        // where block 0 would be, which this rank may not keep: then the address is not its own.
         i32* tensor = shard.tensor_amax;
         if (threadIdx.x == 0 && tensor
             && (grid.num_blocks() > 1 || tensor != shard.rowwise.block_amax))

@@ -1,10 +1,10 @@
 // partial_amax_cast: of the rows of blocks that a shard holds whole, what partial_amax does, and in
-// the same read of the master the codes: their scales belong to blocks alone, and wait for nobody.
+// the same read of the master the codes: their scales depend on no other block and no other rank.
 //
 // A warp keeps a patch of the matrix in registers, 8 rows of 128 columns, from when it measures
 // them until they are encoded. So it reads 512 bytes and writes 128 of FP8 side by side. Its next
-// two patches are on their way to shared memory meanwhile; where that has no room for them, it asks
-// for a vector of the next one as soon as one has been encoded. Blocks are SIDE columns wide, and
+// two patches are copied to shared memory meanwhile; where that has no room for them, it loads a
+// vector of the next one as soon as one has been encoded. Blocks are SIDE columns wide, and
 // as high or one row high; in a second plane SIDE rows high and one column wide. Those that are
 // high are shared by as many warps of a thread block, one above the other, as they have patches:
 //
@@ -36,14 +36,14 @@ struct Patch {
     static constexpr bool COPIES = WARPS == 4;  // whether shared memory has room for masters
     static constexpr int RESIDENT = WARPS > 4 ? 2 : 5;  // thread blocks of a multiprocessor
     static constexpr int ACROSS = SIDE / 4;             // lanes of a block
-    // Magnitudes that a warp tells the others: of its part of each block, or of each column.
-    static constexpr int TOLD = SECOND ? COLS : COLS / SIDE;
+    // Magnitudes that a warp passes to the others: of its part of each block, or of each column.
+    static constexpr int EXCHANGED = SECOND ? COLS : COLS / SIDE;
 };
 
-// What the warps of a thread block tell each other.
+// What the warps of a thread block exchange.
 template <class P>
-struct alignas(16) Told {
-    i32 magnitudes[2][P::WARPS][P::TOLD];  // of two steps in turn, so that all have read the older
+struct alignas(16) Exchanged {
+    i32 magnitudes[2][P::WARPS][P::EXCHANGED];  // of two steps: a warp may still read the older
     float multipliers[P::SECOND ? COLS : 1];
 };
 
@@ -104,13 +104,13 @@ class PatchCast {
     typedef Patch<SIDE, SQUARE> P;
 
     ZEROCAST_FN PatchCast(const CastShard& shard, const PatchTile& tile, const NumericsTable& table,
-                          Told<P>& told, Copies<P>& copies, int& turn)
+                          Exchanged<P>& exchanged, Copies<P>& copies, int& half)
         : shard_(shard),
           tile_(tile),
           numerics_(numerics_of<Numerics>(table, shard.tensor_amax, shard.delayed)),
-          told_(told),
+          exchanged_(exchanged),
           copies_(copies),
-          turn_(turn),
+          half_(half),
           cols_((int)shard.rowwise.grid.cols),
           second_(P::SECOND ? shard.columnwise.codes : nullptr) {}
 
@@ -123,7 +123,7 @@ class PatchCast {
                && (!second_ || (u64)(second_ + code) % (F::BITS / 2) == 0);
     }
 
-    // The warp's patches. What would lie past an edge is read from inside, of the same block.
+    // The warp's patches. Past an edge, elements of the same block inside the matrix are read.
     template <class Nominal, class T>
     ZEROCAST_FN void at_once(const T* master) {
         Four four[VECTORS] = {};
@@ -136,12 +136,12 @@ class PatchCast {
             last = place.rows > 0 ? place.rows - 1 : 0;
             from = master + row * cols_ + Scalar::min(place.col, cols_ - 4);
         };
-        auto ask = [&](int k) {
+        auto load = [&](int k) {
             four[k].load_at_once(ahead(from, cols_ * (u32)sizeof(T), Scalar::min(k, last)), steps);
         };
         find();
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) ask(k);
+        for (int k = 0; k < VECTORS; k++) load(k);
 #pragma unroll 1
         while (steps-- > 0) {
             measure<T>(place, four, [](i32 amax) { return rounded_amax<Nominal>(amax); });
@@ -158,13 +158,13 @@ class PatchCast {
                     u8* to = ahead(is_second ? second : codes, (u32)bytes_of<F>(cols_), k);
                     store_codes_at_once<F>(to, word, k < count);
                 });
-                ask(k);
+                load(k);
             }
         }
     }
 
     // The same where shared memory holds masters: those of a patch are worked on while those of the
-    // next two are copied. What would lie past an edge is zeros.
+    // next two are copied. Past an edge there are zeros.
     template <class Nominal, class T>
     ZEROCAST_FN void copied(const T* master) {
         constexpr int BYTES = 4 * sizeof(T);
@@ -207,7 +207,7 @@ class PatchCast {
         wait_for_copies<0>();
     }
 
-    // The same at any addresses. Vectors go round, because registers cannot be indexed.
+    // The same at any addresses. Vectors are rotated, because registers cannot be indexed.
     template <class T>
     ZEROCAST_FN void anywhere(const T* master) {
         constexpr int A_BYTE = 8 / F::BITS;
@@ -247,7 +247,7 @@ class PatchCast {
         }
     }
 
-    // Raises the tensor's amax, after all patches, where somebody asks for it.
+    // Raises the tensor's amax, after all patches, where there is one.
     ZEROCAST_FN void close() const {
         if (!shard_.tensor_amax) return;
         i32 largest = __reduce_max_sync(ALL_LANES, largest_);
@@ -282,10 +282,10 @@ class PatchCast {
 #pragma unroll
             for (int k = 1; k < VECTORS; k++) largest = Scalar::max(largest, of_vectors[k]);
             largest = largest_of_lanes<P::ACROSS>(largest);
-            auto& told = told_.magnitudes[turn_ ^= 1];
-            if (lane % P::ACROSS == 0) told[warp][lane / P::ACROSS] = largest;
+            auto& exchanged = exchanged_.magnitudes[half_ ^= 1];
+            if (lane % P::ACROSS == 0) exchanged[warp][lane / P::ACROSS] = largest;
             __syncthreads();
-            largest = largest_of_lanes<P::ACROSS>(told[lane % P::WARPS][lane / P::ACROSS]);
+            largest = largest_of_lanes<P::ACROSS>(exchanged[lane % P::WARPS][lane / P::ACROSS]);
             bool mine = warp == 0 && lane % P::ACROSS == 0 && place.rows > 0 && exists;
             i64 block = place.row / SIDE * blocks_w + block_col;
             multiplier_ = multiplier_under(plane, block, largest, round, mine);
@@ -300,22 +300,22 @@ class PatchCast {
         i64 block = (place.row + vector) * blocks_w + block_col;
         multiplier_ = multiplier_under(plane, block, largest, round, mine);
         if (!second_) return;
-        auto& told = told_.magnitudes[turn_ ^= 1];
-        *(int4*)&told[warp][4 * lane] = int4{down[0], down[1], down[2], down[3]};
+        auto& exchanged = exchanged_.magnitudes[half_ ^= 1];
+        *(int4*)&exchanged[warp][4 * lane] = int4{down[0], down[1], down[2], down[3]};
         __syncthreads();
         // A thread makes the multiplier of one column for all.
         static_assert(!P::SECOND || P::WARPS * LANES == COLS,
                       "there are as many threads as columns");
         int column = threadIdx.x, col = place.col - 4 * lane + column;
-        largest = told[0][column];
+        largest = exchanged[0][column];
 #pragma unroll
-        for (int w = 1; w < P::WARPS; w++) largest = Scalar::max(largest, told[w][column]);
+        for (int w = 1; w < P::WARPS; w++) largest = Scalar::max(largest, exchanged[w][column]);
         i64 block_row = place.row / SIDE;
         mine = block_row * SIDE < tile_.row_end && col < cols_;
-        told_.multipliers[column] =
+        exchanged_.multipliers[column] =
             multiplier_under(shard_.columnwise, block_row * cols_ + col, largest, round, mine);
         __syncthreads();
-        float4 of_columns = *(const float4*)&told_.multipliers[4 * lane];
+        float4 of_columns = *(const float4*)&exchanged_.multipliers[4 * lane];
         of_columns_ = Vec4{{of_columns.x, of_columns.y, of_columns.z, of_columns.w}};
     }
 
@@ -345,9 +345,9 @@ class PatchCast {
     const CastShard& shard_;
     const PatchTile& tile_;
     Numerics numerics_;
-    Told<P>& told_;
+    Exchanged<P>& exchanged_;
     Copies<P>& copies_;
-    int& turn_;
+    int& half_;
     int cols_;
     u8* second_;
     float multiplier_;  // of the lane's block: where they are rows, that of one vector
@@ -359,18 +359,18 @@ template <class Numerics, int SIDE, bool SQUARE>
 __global__ void __launch_bounds__(Patch<SIDE, SQUARE>::WARPS* LANES, Patch<SIDE, SQUARE>::RESIDENT)
     partial_amax_cast(const CastShard* __restrict__ shards, const PatchTile* __restrict__ tiles,
                       i64 count, const __grid_constant__ NumericsTable table) {
-    __shared__ Told<Patch<SIDE, SQUARE>> told;
+    __shared__ Exchanged<Patch<SIDE, SQUARE>> exchanged;
     __shared__ Copies<Patch<SIDE, SQUARE>> copies;
     __shared__ CastShard shard;  // read at each patch, and where it would take registers
     constexpr int WORDS = sizeof(CastShard) / sizeof(i64);
-    int turn = 0;
+    int half = 0;
     for (i64 t = blockIdx.x; t < count; t += gridDim.x) {
         PatchTile tile = tiles[t];
-        __syncthreads();  // nobody reads that of the tile before
+        __syncthreads();  // all have read that of the tile before
         if (threadIdx.x < WORDS)
             ((i64*)&shard)[threadIdx.x] = ((const i64*)&shards[tile.weight])[threadIdx.x];
         __syncthreads();
-        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, told, copies, turn);
+        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, exchanged, copies, half);
         bool at_once = false;
         with_master(shard, [&](auto* master) { at_once = cast.takes_vectors(master); });
         if (at_once) {

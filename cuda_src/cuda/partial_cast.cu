@@ -2,7 +2,7 @@
 // keeps its value.
 //
 // The multipliers of a tile's blocks are derived once a tile, into shared memory, while the masters
-// are under way. Codes of four bits take longer; where a tile of them is this rank's, each thread
+// are loaded. Codes of four bits take longer; where a tile of them is this rank's, each thread
 // derives that of its one block, so that no warp waits for another. Where a weight has a second
 // plane, quantized independently over blocks of one column, that one is cast in the same pass over
 // the masters. Delayed scaling takes the amax of what it casts in the same pass.
@@ -13,8 +13,8 @@ using namespace zerocast;
 template <class Numerics>
 constexpr bool TAKES_AMAX = SAME<Numerics, DelayedNumerics<typename Numerics::Format>>;
 
-// Vectors that a thread has under way, and thread blocks that share a multiprocessor's registers.
-// Compiled for sm_120, six would spill; its memory is slower, and asks for fewer.
+// Vectors that a thread has in flight, and thread blocks that share a multiprocessor's registers.
+// Compiled for sm_120, six would spill; its memory is slower, and needs fewer.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int MANY = 4;
 #else
@@ -46,7 +46,7 @@ static ZEROCAST_FN u8* second_plane(const CastShard& shard) {
     return Shape::ROW_BLOCKS && CASTS_TWO ? shard.columnwise.codes : nullptr;
 }
 
-// What the elements of one block are multiplied by. NVFP4's numerics are made anew for each block,
+// What the elements of one block are multiplied by. NVFP4's numerics are made again for each block,
 // so that they take no registers from the casts.
 template <class Numerics>
 static ZEROCAST_FN float multiplier_of(const CastShard& shard, const NumericsTable& table,
@@ -222,7 +222,7 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
     VectorStream<IN_FLIGHT<Numerics, Shape>> stream(vectors.step, owned.whole, count);
     with_master(shard, [&](auto* master) {
         at_once = at_once && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
-        stream.ask(master + vectors.element, at_once);
+        stream.request(master + vectors.element, at_once);
     });
     typedef VectorCast<Numerics, Shape, Encoder> Cast;
     int block = shape.block_of(grid, 0, vectors.col < vectors.cols ? vectors.col : 0);

@@ -5,7 +5,7 @@
 // of a block add up their rows. There are eight magnitudes of codes under two scales: what each of
 // them means is worked out once a block, and elements fetch the meaning of theirs by a shuffle.
 // Lanes 7 to 15 all know the largest code's, so that codes need no upper limit: an element is not
-// above its block's amax, and that one, though scales are rounded, lies far below LARGEST_OF_TWO
+// above its block's amax, and that one, though scales are rounded, is far below LARGEST_OF_TWO
 // under both, or all codes mean the same (tests/kernels/conversions.cpp). Codes that are written
 // need one: a block whose amax comes to UNLIMITED or more, or is a NaN, is encoded once more.
 //
@@ -120,7 +120,7 @@ class TileErrors {
     }
 
     // Where it takes vectors. A warp copies all its rounds of two blocks to shared memory, so that
-    // lanes side by side read what lies side by side, and each lane takes its rows out of that.
+    // adjacent lanes read adjacent addresses, and each lane takes its rows out of that.
     template <class Nominal, class T>
     ZEROCAST_FN void at_once(const T* master) const {
         int across = threadIdx.x % ACROSS, down = threadIdx.x % 32 / ACROSS;
@@ -174,7 +174,7 @@ class TileErrors {
         wait_for_copies<0>();
     }
 
-    // Rows of any width, anywhere. What lies beyond is 0, and so is its error.
+    // Rows of any width, anywhere. Elements beyond the matrix are 0, and so are their errors.
     template <class T>
     ZEROCAST_FN void anywhere(const T* master) const {
         derive();

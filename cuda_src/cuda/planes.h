@@ -48,7 +48,7 @@ ZEROCAST_FN void store_entries(Stored* to, const Entries& e, i64 left) {
     }
 }
 
-// Four scales, `right` apart: all at once where they lie side by side and the address allows it.
+// Four scales, `right` apart: all at once where they are adjacent and the address allows it.
 template <class Raw>
 ZEROCAST_FN Entries load_entries(const Raw* from, i64 right, i64 count) {
     if constexpr (sizeof(Raw) == 4) {

@@ -76,7 +76,7 @@ struct Tile {
 
     ZEROCAST_FN const Tile& as_tile(const Grid&) const { return *this; }
     ZEROCAST_FN int num_blocks() const { return blocks; }
-    // How far block b lies behind the first one, where the next block lies `right` further.
+    // The distance of block b from the first one, where adjacent blocks are `right` apart.
     ZEROCAST_FN i64 offset_of(int b, i64, i64 right) const { return b * right; }
     // The block of the element in this row and column of the tile.
     ZEROCAST_FN int block_of(const Grid& grid, int, int col) const {
@@ -91,8 +91,8 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == 32, "four words of the table that Python makes");
 
-// The same where blocks are one row high: `blocks` of them side by side in each row, none of which
-// is cut unless it is the only one. All rows lie in one row of the second plane's blocks.
+// The same where blocks are one row high: `blocks` adjacent ones in each row, none of which is cut
+// unless it is the only one. All rows are in one row of the second plane's blocks.
 struct Tile32x256 {
     i32 weight;
     short rows, cols;
@@ -127,8 +127,8 @@ struct Tile32x256 {
 };
 static_assert(sizeof(Tile32x256) == 32, "four words of the table that Python makes");
 
-// Whether every vector can be read or written at once: the first one lies at a multiple of `bytes`,
-// and so does every row.
+// Whether every vector can be read or written at once: the address of the first one is a multiple
+// of `bytes`, and so is that of every row.
 ZEROCAST_FN bool vectors_aligned(const void* first, int bytes, const Tile& tile, const Grid& grid) {
     return (u64)first % bytes == 0 && (tile.rows == 1 || grid.cols % 4 == 0);
 }
@@ -139,7 +139,7 @@ ZEROCAST_FN bool owns_all(const Tile& tile, const Grid& grid, i64 start, i64 end
     return tile.cols % 4 == 0 && start <= tile.element && last <= end;
 }
 
-// Whether no vector of the tile lies in two blocks.
+// Whether no vector of the tile is in two blocks.
 template <class Shape>
 ZEROCAST_FN bool vectors_keep_to_blocks(const Tile& tile, const Grid& grid) {
     return Shape::ROW_BLOCKS || tile.blocks == 1 || (grid.block_w % 4 == 0 && tile.offset % 4 == 0);

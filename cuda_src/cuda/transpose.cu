@@ -15,10 +15,10 @@ constexpr int SIDE = 128;            // bytes of a square
 constexpr int SQUARE_THREADS = 256;  // each holds 4 rows of 16 bytes
 
 struct Square {
-    uint4 row[SIDE][SIDE / 16];  // 16 KiB; which 16 bytes are where, is a matter of swizzled()
+    uint4 row[SIDE][SIDE / 16];  // 16 KiB; swizzled() says which 16 bytes are where
 };
 
-// Where bytes [16 * at, 16 * at + 16) of a row lie: threads that fill one word of 32 rows each, and
+// Where bytes [16 * at, 16 * at + 16) of a row are: threads that fill one word of 32 rows each, and
 // threads that read 16 bytes of a row, then touch all banks evenly.
 static ZEROCAST_FN int swizzled(int row, int at) { return at ^ (row >> 4 & 7); }
 

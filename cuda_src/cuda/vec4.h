@@ -11,11 +11,11 @@ struct Vec4 {
     float x[4];
 };
 
-// Vectors that a thread has under way in an amax.
+// Vectors that a thread has in flight in an amax.
 constexpr int AMAX_IN_FLIGHT = 8;
 
-// An address that a table gives. It is one in global memory, which the compiler cannot know: told,
-// it makes stores and atomics that nothing waits for.
+// An address from a table. It is in global memory, which the compiler cannot know; with this hint
+// it emits global stores and atomics, which nothing waits for.
 template <class T>
 ZEROCAST_FN T* global(T* address) {
 #ifdef __CUDA_ARCH__
@@ -54,7 +54,7 @@ ZEROCAST_FN void load_16_bytes(u32 (&to)[4], const void* from, u32 wanted = 1) {
 #endif
 }
 
-// Four elements of any type as they lie in memory.
+// Four elements of any type as they are stored in memory.
 struct Four {
     u32 word[4];
 
@@ -116,8 +116,8 @@ struct Four {
     }
 };
 
-// The first `count` vectors of a thread, as far as they are `wanted`, in order. DEPTH of them are
-// asked for by ask(), and another one as soon as one has been worked on.
+// The first `count` vectors of a thread, as far as they are `wanted`, in order. request() loads
+// DEPTH of them, and another one is loaded as soon as one has been worked on.
 template <int DEPTH>
 class VectorStream {
   public:
@@ -125,9 +125,9 @@ class VectorStream {
     ZEROCAST_FN VectorStream(i64 step, u32 wanted, int count)
         : step_((u32)step), wanted_(wanted), count_((u32)count), four_{} {}
 
-    // `at_once`: each vector lies at a multiple of its bytes.
+    // `at_once`: the address of each vector is a multiple of its bytes.
     template <class T>
-    ZEROCAST_FN void ask(const T* from, bool at_once) {
+    ZEROCAST_FN void request(const T* from, bool at_once) {
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
             if (at_once)
@@ -137,7 +137,7 @@ class VectorStream {
         }
     }
 
-    // Calls work(i, vector i, wanted), after ask() of the same, `count` times or somewhat more
+    // Calls work(i, vector i, wanted), after request() of the same, `count` times or somewhat more
     // often. Where `wanted` is 0, the vector is one that came before, or zeros.
     template <class T, class Work>
     ZEROCAST_FN void for_each_at_once(const T* from, const Work& work) {

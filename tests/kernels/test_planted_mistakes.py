@@ -210,7 +210,7 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
 @first_of_each(
     ("subject", "right", "wrong"),
     [
-        ("fp8", "turn_ ^= 1", "turn_ = 0"),
+        ("fp8", "half_ ^= 1", "half_ = 0"),
         ("fp8", "place.rows - 1 : 0", "place.rows : 0"),
         ("fp8", "word, k < count", "word, k < count - 1"),
         ("fp8", "b * A_BYTE < left", "b * A_BYTE + 1 < left"),
@@ -220,7 +220,7 @@ def test_one_too_many_or_too_few(source: str, right: str, wrong: str) -> None:
         ("mx", "k < place.count", "k < place.count - 1"),
         ("mx", "vector < place.rows", "vector + 1 < place.rows"),
         ("mx", "block_col * SIDE < cols_", "block_col * SIDE <= cols_"),
-        ("mx", "told[w][column]", "told[0][column]"),
+        ("mx", "exchanged[w][column]", "exchanged[0][column]"),
         ("mx", "row_end && col < cols_", "row_end && col <= cols_"),
     ],
 )
