@@ -163,8 +163,9 @@ def code_fields(buffers: PlaneBuffers, grid: BlockGrid, address: Address) -> lis
 
 
 def _from_block_0(address: int, first_block: int, nbytes: int) -> int:
-    """Return the address that the entry of block 0 would have, of a tensor at ``address`` whose
-    first entry, of ``nbytes`` bytes, is that of block ``first_block``.
+    """Return the address that the entry of block 0 would have.
+
+    The tensor at ``address`` begins with the entry, of ``nbytes`` bytes, of ``first_block``.
     """
     return address and address - first_block * nbytes
 

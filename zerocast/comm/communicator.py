@@ -127,8 +127,8 @@ class Communicator(ABC):
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Parts = None, sent: Parts = None
     ) -> Wait:
-        """Begin to send part r of ``buffer`` to every rank r, and to receive as part r of
-        ``output`` what rank r sends here. Other collectives may follow before it is waited for.
+        """Begin an all-to-all: part r of ``buffer`` is sent to rank r, and part r of ``output`` is
+        received from it. Other collectives may follow before it is waited for.
 
         It is ordered among the collectives by its start. Where the transport cannot do it beside
         other work, it is over when this returns.

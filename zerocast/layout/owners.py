@@ -84,8 +84,9 @@ class Owners:
         return list(zip(*(field[order].tolist() for field in fields), strict=True))
 
     def first_wrong(self, numels: Sequence[int]) -> int | None:
-        """Return the place of the first weight with a gap, an overlap or an end elsewhere than
-        after its ``numels`` elements, or None; all weights are tested at once.
+        """Return the place of the first weight that its shards do not cover exactly once, or None.
+
+        All weights, of so many elements each, are tested at once.
         """
         numel = torch.tensor(numels, dtype=torch.int64, device="cpu")
         begins = torch.ones_like(self.weight, dtype=torch.bool)  # a weight

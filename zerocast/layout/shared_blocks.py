@@ -45,8 +45,9 @@ class SharedBlocks:
 
 
 class CutBlocks:
-    """The blocks of some planes that two or more ranks own elements of, and an entry for each in
-    what the ranks reduce: plane after plane, block after block.
+    """The blocks that boundaries between ranks cut, and their entries in what the ranks reduce.
+
+    Entries are ordered plane after plane, block after block.
 
     A boundary between two shards cuts adjacent blocks, so they are kept as ranges, one a boundary.
 

@@ -145,8 +145,8 @@ def why_not_weight(
     weights: str,
     linear: torch.nn.Linear | None = None,
 ) -> str | None:
-    """Say why a weight stays as it is, because of its own properties or those of its ``linear``
-    layer, if it has one; None if it can be converted.
+    """Say why the properties of a weight, or of its ``linear`` layer, leave it as it is; None if it
+    can be converted.
 
     Raises:
         InputError: under ``"master"``, if it is sharded already.

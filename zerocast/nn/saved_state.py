@@ -98,8 +98,9 @@ def reserve_state(layer: torch.nn.Linear) -> None:
 
 
 def state_to_save(weight: torch.Tensor) -> torch.Tensor:
-    """Return the recipe's state of a master, and whether its cast is due, as one tensor for a state
-    dict that holds the master, too.
+    """Return a master's recipe state, and whether its cast is due, as one tensor.
+
+    It is for a state dict that holds the master, too.
     """
     master = to_local(weight)
     assert isinstance(master, MasterWeight)

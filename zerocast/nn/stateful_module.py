@@ -117,8 +117,9 @@ class StatefulModule(torch.nn.Module):
         return (forward, backward), quantizers
 
     def gradient_quantizer(self, recipe: Recipe, gemm: int, device: torch.device) -> Quantizer:
-        """Return the quantizer of the gradient of the output of product ``gemm``, for a backward
-        that does not know which quantizers its forward had.
+        """Return the quantizer of the gradient of the output of product ``gemm``.
+
+        It is for a backward that does not know which quantizers its forward had.
         """
         present = self._states[0].recipe if self._states is not None else recipe
         self._take_states(recipe, device)

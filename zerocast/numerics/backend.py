@@ -66,13 +66,14 @@ class Backend(Protocol):
 
         With ``numerics``, the same read of the masters also writes the codes of the elements in
         ``whole``. A block's scale must depend on its own amax alone, and no other rank may hold
-        elements of a block in ``whole``. Without ``numerics``, ``whole`` is not looked at.
+        elements of a block in ``whole``. Without ``numerics``, ``whole`` is ignored.
         """
 
     def reads_once(self, numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-        """Say whether :meth:`partial_amax` casts ``whole`` of planes in these blocks, one grid a
-        plane that is cast, where scales belong to blocks alone; under 4-over-6, whether
-        :meth:`partial_select` casts ``whole``.
+        """Say whether :meth:`partial_amax` casts ``whole`` of planes in these blocks.
+
+        There is one grid for each plane that is cast, and scales belong to blocks alone. Under
+        4-over-6, say whether :meth:`partial_select` casts ``whole``.
         """
 
     def adamw(self, updates: Sequence[AdamWUpdate]) -> Launch:

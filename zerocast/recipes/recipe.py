@@ -310,8 +310,9 @@ class Recipe(ABC):
             )
 
     def _check_matrix(self, shape: Sequence[int], multiple: int, reason: str) -> None:
-        """Raise :class:`InputError` unless ``shape`` is [M, K], or that of a stack of these, with K
-        a multiple of ``multiple``, for the ``reason`` given.
+        """Raise :class:`InputError` unless ``shape`` is [M, K] or [..., M, K] of a stack.
+
+        K must be a multiple of ``multiple``, for the ``reason`` given.
         """
         name = type(self).__name__
         self._check_elements(shape, "shape [M, K] or [..., M, K]")

@@ -109,11 +109,14 @@ def patch_template(blocks: tuple[int, int]) -> tuple[tuple[str, str], int]:
 def tiled(
     planes: Sequence[tuple[BlockGrid, BlockGrid | None, Sequence[Extent]]],
 ) -> tuple[str, list[BlockGrid], list[WeightCuts]]:
-    """Return the shape of tiles that the weights of a launch are cut into, a struct of tiles.h, by
-    their grids, second ones, and the elements that are visited; the grids as tiles see them; the
-    cuts. Weights that are equal in all three are given only once.
+    """Return the shape of tiles, a struct of tiles.h, the grids as tiles see them, and the cuts.
 
-    One launch has one shape of tiles, so that its number does not depend on the weights.
+    One launch has one shape of tiles, so that the number of launches does not depend on the
+    weights.
+
+    Args:
+        planes: for each weight its grid, its second one, and the elements that are visited. Weights
+            that are equal in all three are given only once.
     """
     for grid, _, _ in planes:
         if grid.num_blocks > 1 and grid.cols >= tiling.MAX_COLS:

@@ -195,8 +195,9 @@ def plane_tiles(
 
 
 def scale_tile(cols: int, repeat: int) -> tuple[int, int]:
-    """Return the rows of blocks, each stored ``repeat`` times, and the stored columns of a tile of
-    a plane of scales that is stored with ``cols`` columns.
+    """Return the rows of blocks and the stored columns of a tile of a plane of scales.
+
+    The plane is stored with ``cols`` columns, and each row of blocks ``repeat`` times.
     """
     width = min(MOST_SCALE_COLS, 4 << (ceil_div(cols, 4) - 1).bit_length())
     return max(1, min(TILE_SCALES, TILE_STORED // repeat) // width), width
