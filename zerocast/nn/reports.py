@@ -199,15 +199,11 @@ class ProductExplanation:
     recipe: Recipe
 
     def __str__(self) -> str:
-        return f"{self._name}{self._said}"
+        return ", ".join(self._parts)
 
     @property
-    def _name(self) -> str:
-        return self.layer or "(the model itself)"
-
-    @property
-    def _said(self) -> str:
-        return f", {self.product}: {self.reason}"
+    def _parts(self) -> tuple[str, str]:
+        return self.layer or "(the model itself)", f"{self.product}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +225,8 @@ class Explanation:
         head += f", under {' and '.join(recipes)}" if recipes else ""
         if recipes and self.recipe is None:
             head += " (no autocast is active here, so those of the weights, or autocast's default)"
-        lines = grouped((p._name, p._said) for p in self.products)
-        return "\n".join([head, *(f"  {layers}{said}" for layers, _, said in lines)])
+        lines = grouped(p._parts for p in self.products)
+        return "\n".join([head, *(f"  {layers}, {text}" for layers, _, text in lines)])
 
 
 def explain(
