@@ -19,7 +19,7 @@ PHASES = {
     "forward and backward": ["forward_backward"],
     "gradients and clipping": ["clip", "reduce_scatter"],
     "optimizer": ["optimizer"],
-    "amax": ["partial_amax", "partial_select"],
+    "amax": ["partial_amax", "partial_select", "select"],
     "all-reduce": ["reduce_amax", "reduce_candidates"],
     "cast": ["compute_scale", "partial_cast", "store_plain"],
     "all-gather": ["all_gather"],

@@ -39,6 +39,8 @@ from zerocast.numerics import (
     packed_columns,
 )
 from zerocast.recipes import Recipe
+from zerocast.tensors.cast_steps import launches_of
+from zerocast.tensors.pipeline import CastPipeline
 
 Written = dict[str, torch.Tensor]
 
@@ -368,21 +370,12 @@ def _cast(
             replace(s, whole=whole_rows(g, s.extent)) if backend.reads_once(numerics, g) else s
             for s, g in zip(shards, grids, strict=True)
         ]
-    cast = backend.partial_cast(numerics, shards, masters)
-    casts_first = isinstance(numerics, Float8DelayedNumerics)
-    one_pass = numerics if reads_once and not weights[0].chooses else None
-    amax = cast if casts_first else backend.partial_amax(shards, masters, one_pass)
-    amax()
-    for weight in weights:
-        weight.reduce_amaxes()
+    scaled = [weight.operands[0] for weight in weights]
+    runs = dict(launches_of(backend, numerics, shards, masters, scaled))
+    runs["reduce_amax"] = lambda: [weight.reduce_amaxes() for weight in weights]
     if weights[0].chooses:
-        backend.partial_select(numerics, shards, masters)()
-        for weight in weights:
-            weight.exchange_errors()
-        backend.select(numerics, shards)()
-    backend.compute_scale(numerics, [weight.operands[0] for weight in weights])()
-    if not casts_first:
-        cast()
+        runs["reduce_candidates"] = lambda: [weight.exchange_errors() for weight in weights]
+    CastPipeline(**runs).run()
 
 
 def _filled(size: int) -> torch.Tensor:

@@ -209,10 +209,9 @@ class CastPlan(Uncopied):
             self._version.begin("all-gather")
             for gather in gathers:
                 gather.start()()
-            self._prepared.start_scales()()
-            self._version.has_scales = True
+            self._cast.gather_scales()
             self._version.end("all-gather")
-            self._rebuild_copies()
+            self._cast.rebuild_copies()
             self._verification.check(self.step)
 
     @untraced
@@ -225,13 +224,12 @@ class CastPlan(Uncopied):
     def all_gather_scales(self) -> None:
         """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
         with announcing(self._comms):
-            self._prepared.start_scales()()
-            self._version.has_scales = True
+            self._cast.gather_scales()
 
     @untraced
     def post_all_gather_processing(self) -> None:
         """Rebuild the derived copies of all weights of the plan from their gathered codes."""
-        self._rebuild_copies()
+        self._cast.rebuild_copies()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
         """Let ``module`` rebuild the stale derived copies of its weights in this plan before its
@@ -292,7 +290,3 @@ class CastPlan(Uncopied):
         comms = {i: comm for comm, indices in self._members.items() for i in indices}
         bound = zip(self._cast.specs, self._prepared.bound, strict=True)
         return [(spec, master, comms[i]) for i, (spec, master) in enumerate(bound)]
-
-    def _rebuild_copies(self) -> None:
-        self._prepared.rebuild_copies()
-        self._version.mark_rebuilt()

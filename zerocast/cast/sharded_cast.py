@@ -114,6 +114,16 @@ class ShardedCast:
         last = len(stages) - 1
         return [partial(self._cast_stage, i, is_last=i == last) for i in range(len(stages))]
 
+    def gather_scales(self) -> None:
+        """Bring the scales that each rank made to every rank."""
+        self.prepared.start_scales()()
+        self.version.has_scales = True
+
+    def rebuild_copies(self) -> None:
+        """Rebuild the derived copies of all weights from their gathered codes."""
+        self.prepared.rebuild_copies()
+        self.version.mark_rebuilt()
+
     # --- the steps ---
 
     @untraced

@@ -6,7 +6,7 @@ Recipes state arithmetic and planes, backends run operations.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from zerocast.layout import NOTHING, Extent, whole_rows
 from zerocast.numerics import (
     AdamWUpdate,
     Backend,
+    Float8DelayedNumerics,
     Launch,
     LaunchUpdates,
     Masters,
@@ -68,7 +69,7 @@ class CastSteps:
         stages: Sequence[Sequence[int]] = (),
     ) -> None:
         self._launches: dict[str, list[Launch]] = defaultdict(list)
-        self._backend, self._masters, self._judges_amaxes = backend, masters, judges_amaxes
+        self._backend = backend
         self._of_updates: list[tuple[Numerics, Operands, Masters]] = []
         self._updates: list[LaunchUpdates] | None = None  # made when there are any
         self._stages: list[int] = []  # of each launch of partial_cast
@@ -89,7 +90,20 @@ class CastSteps:
             for i in alike:
                 by_stage.setdefault(stage_of.get(i, 0), []).append(operands[i][1])
             scaled = [scale_operand(operands[i][1], own_scales.get(i, {})) for i in alike]
-            self._prepare(recipe, cast, by_stage, scaled)
+            for step, launch in launches_of(
+                backend, recipe.numerics, cast, masters, scaled,
+                stages=[*by_stage.values()], judges_amaxes=judges_amaxes,
+            ):  # fmt: skip
+                self._launches[step].append(launch)
+            are_whole = any(operand.whole for operand in cast)
+            if recipe.casts_before_reduction:
+                self.writes_early |= not judges_amaxes
+            else:
+                self._stages += by_stage
+                self.writes_early |= are_whole and not recipe.chooses_scales
+            self.chooses_scales |= recipe.chooses_scales
+            self.writes_selected |= are_whole and recipe.chooses_scales
+            self._of_updates.append((recipe.numerics, _measured(recipe.numerics, cast), masters))
         storages = [storage for storage, _ in operands]
         self._launches["expand_scales"] = prepare_expansion(storages, compact, backend)
         self._launches["transpose"] = prepare_rebuild(storages, backend, dict(operands))
@@ -119,44 +133,47 @@ class CastSteps:
             if own == stage:
                 launch()
 
-    def _prepare(
-        self,
-        recipe: Recipe,
-        operands: Operands,
-        by_stage: Mapping[int, Operands],
-        scaled: Operands,
-    ) -> None:
-        """Prepare the steps of weights under one recipe, whose scales are those of ``scaled``."""
-        numerics, launches = recipe.numerics, self._launches
-        backend, masters = self._backend, self._masters
-        scale = backend.compute_scale(numerics, scaled)
-        measured = operands
-        if recipe.chooses_scales:  # nothing is cast before
-            measured = [replace(operand, whole=NOTHING) for operand in operands]
-        self._of_updates.append((numerics, measured, masters))
-        if recipe.casts_before_reduction:
-            cast = backend.partial_cast(numerics, operands, masters)
-        if recipe.casts_before_reduction and not self._judges_amaxes:
-            self.writes_early = True
-            launches["partial_amax"].append(cast)
-            launches["compute_scale"].append(scale)
-        elif recipe.casts_before_reduction:
-            launches["partial_amax"].append(backend.partial_amax(operands, masters))
-            # When the codes are written, their scale must not have moved on yet.
-            launches["compute_scale"] += [cast, scale]
-        else:
-            self.writes_early |= any(operand.whole for operand in measured)
-            launches["partial_amax"].append(backend.partial_amax(measured, masters, numerics))
-            launches["compute_scale"].append(scale)
-            for stage, own in by_stage.items():
-                launches["partial_cast"].append(backend.partial_cast(numerics, own, masters))
-                self._stages.append(stage)
-        if recipe.chooses_scales:
-            assert isinstance(numerics, NVFP4Numerics)
-            self.chooses_scales = True
-            self.writes_selected |= any(operand.whole for operand in operands)
-            launches["partial_select"].append(backend.partial_select(numerics, operands, masters))
-            launches["select"].append(backend.select(numerics, operands))
+
+def launches_of(
+    backend: Backend,
+    numerics: Numerics,
+    operands: Operands,
+    masters: Masters,
+    scaled: Operands,
+    *,
+    stages: Sequence[Operands] = (),
+    judges_amaxes: bool = False,
+) -> Iterator[tuple[str, Launch]]:
+    """Yield, with its step, every launch that casts weights under one numerics.
+
+    Args:
+        backend, masters, judges_amaxes: as for :class:`CastSteps`.
+        operands: what is cast.
+        scaled: the same, with the scales that are made.
+        stages: what each launch of ``partial_cast`` writes; all in one where there are none.
+    """
+    measured = _measured(numerics, operands)
+    if not isinstance(numerics, Float8DelayedNumerics):
+        yield "partial_amax", backend.partial_amax(measured, masters, numerics)
+        for own in stages or [operands]:
+            yield "partial_cast", backend.partial_cast(numerics, own, masters)
+    elif judges_amaxes:
+        yield "partial_amax", backend.partial_amax(operands, masters)
+        # When the codes are written, their scale must not have moved on yet.
+        yield "compute_scale", backend.partial_cast(numerics, operands, masters)
+    else:
+        yield "partial_amax", backend.partial_cast(numerics, operands, masters)
+    if isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None:
+        yield "partial_select", backend.partial_select(numerics, operands, masters)
+        yield "select", backend.select(numerics, operands)
+    yield "compute_scale", backend.compute_scale(numerics, scaled)
+
+
+def _measured(numerics: Numerics, operands: Operands) -> Operands:
+    """Return what the first step is given: under 4-over-6 it casts nothing."""
+    if isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None:
+        return [replace(operand, whole=NOTHING) for operand in operands]
+    return operands
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:

@@ -146,8 +146,8 @@ class DryRun:
         pipeline = CastPipeline()
         if self._cast.specs:
             pipeline = self._cast.pipeline().having(
-                all_gather_scales=self._all_gather_scales,
-                post_all_gather_processing=self._cast.prepared.rebuild_copies,
+                all_gather_scales=self._cast.gather_scales,
+                post_all_gather_processing=self._cast.rebuild_copies,
             )
         return pipeline.having(
             reduce_scatter=self._reduce_gradients,
@@ -203,9 +203,6 @@ class DryRun:
     def _store_plain(self) -> None:
         plain = [bucket for bucket in self._shards.buckets if not bucket.kind.is_codes]
         self._count(sum((4 + b.kind.dtype.itemsize) * b.layout.rank_numel for b in plain))
-
-    def _all_gather_scales(self) -> None:
-        self._cast.prepared.start_scales()()
 
     def _all_gather(self) -> None:
         for bucket in self._shards.buckets:
