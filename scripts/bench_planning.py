@@ -19,12 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 import zerocast
-from zerocast.comm import Communicator
+from zerocast.lab.costs.one_of_many import OneOfMany
 from zerocast.layout import FlatLayout
 
 TABLE = [(1000, 64), (1000, 512), (1000, 2048), (1000, 16384), (10_000, 64), (100_000, 64)]
@@ -32,13 +31,13 @@ SIDE = 1024
 """Of a weight; 64 where so many would not fit here, or an optimizer has them."""
 
 
-class OneOf(Communicator):
+class OneOf(OneOfMany):
     """A group of ``size`` ranks of which this one is alone; it knows what the others gather while a
     plan is made: how many numbers each tells of its shards, and these.
     """
 
     def __init__(self, rank: int, size: int, layout: FlatLayout) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size, "cpu")
         shards: list[tuple[int, int, int, int]] = []
         counts = [0] * size
         for i, weight in enumerate(layout.weight_extents()):
@@ -49,22 +48,9 @@ class OneOf(Communicator):
         shards.sort(key=lambda shard: (shard[1], shard[0]))
         self._gathers = [torch.tensor(counts), torch.tensor(shards).view(-1)]
 
-    def _all_reduce(self, *given: Any) -> None:
-        """The others give what this rank gives."""
-
-    broadcast_ = _all_reduce  # type: ignore[assignment]
-
     def all_gather_(self, buffer: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         if buffer.dtype == torch.int64:  # what is gathered later is this rank's, and zeros
             buffer.copy_(self._gathers.pop(0))
-
-    def _is_not_asked(self, *given: Any) -> Any:
-        raise NotImplementedError
-
-    start_all_to_all = all_gather_object = _is_not_asked  # type: ignore[assignment]
-
-    def barrier(self) -> None:
-        """Nobody is waited for."""
 
 
 def resident() -> int:

@@ -203,9 +203,7 @@ def instructions_and_jumps(text: str) -> tuple[list[Instruction], list[tuple[int
     for line in text.splitlines():
         if label := LABEL.match(line):
             labels[label[1]] = len(found)
-        elif code := re.match(
-            r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z]\S*) *(.*?)\s*;", line
-        ):
+        elif code := CODE.match(line):
             found.append(Instruction(code[1], code[2]))
     jumps = []
     for at, each in enumerate(found):

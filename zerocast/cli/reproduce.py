@@ -5,7 +5,6 @@ the reference and by this machine's backend, and from the same shards on as many
 rank held is compared with them.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ import torch
 
 from zerocast.arguments import check_integer
 from zerocast.backends import use_backend
-from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault
 from zerocast.cast.whole_cast import HeldWeight, first_difference
-from zerocast.comm import Communicator, SingleRank, run_in_process
+from zerocast.comm import SingleRank
 from zerocast.errors import InputError
+from zerocast.lab.threaded_cast import cast_on_threads
 from zerocast.layout import Extent
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, recipe_from_text
@@ -38,7 +37,8 @@ class Fault:
         described: the header's.
         name: the weight's.
         owners: the ranks that own elements of it, and which.
-        parts: what they own, in order; of more than :data:`THREADS` that of neighbours together.
+        cuts: where what they own begins, in order, and the end; of more than :data:`THREADS` that
+            of neighbours together.
         title: the name of the weight, and the ranks that held it.
         tensors: the tensors of the file, by name.
 
@@ -82,8 +82,7 @@ class Fault:
         if not owned or cuts != [*(extent.start for extent in owned), self._shape.numel()]:
             raise InputError(f"its owners must own every element of it once, got {owned[:9]}.")
         each = math.ceil(len(owned) / THREADS)
-        ends = [*cuts[:-1:each], cuts[-1]]
-        self.parts = [Extent(*both) for both in itertools.pairwise(ends)]
+        self.cuts = [*cuts[:-1:each], cuts[-1]]
         where = f"rank {described['rank']} of {described['ranks']}"
         self.title = (
             f"{self.name} {tuple(self._shape)} of {described['recipe']}, step {described['step']}, "
@@ -141,18 +140,11 @@ class Fault:
         return made
 
     def cast_sharded(self) -> list[QuantizedStorage]:
-        """Cast on threads, one for each of ``parts``; return what each then holds."""
-        flat = self.tensors["master"].view(-1)
-
-        def on_rank(comm: Communicator) -> QuantizedStorage:
-            own, made = self.parts[comm.rank], self.weight()
-            master = flat[own.start : own.end].clone()
-            plan = CastPlan([QuantizedTensor(made)], [master], [own.start], comm)
-            plan.cast()
-            plan.all_gather()
-            return made
-
-        return run_in_process(len(self.parts), on_rank)
+        """Cast on threads, between ``cuts``; return what each then holds."""
+        found = cast_on_threads(
+            lambda: QuantizedTensor(self.weight()), self.tensors["master"], self.cuts
+        )
+        return [weight.quantized_storage for weight in found]
 
 
 def reproduce(path: Path) -> tuple[str, int]:
@@ -162,7 +154,7 @@ def reproduce(path: Path) -> tuple[str, int]:
     lines = [fault.title]
     casts = {"held": [fault.held], "cast whole by the cpu backend": [fault.cast_whole("cpu")]}
     if fault.stands_alone:
-        shards = f"the shards of {len(fault.owners)} ranks on {len(fault.parts)} threads"
+        shards = f"the shards of {len(fault.owners)} ranks on {len(fault.cuts) - 1} threads"
         casts[f"cast from {shards}"] = fault.cast_sharded()
     faults = 0
     for what, storages in casts.items():

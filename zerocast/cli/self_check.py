@@ -7,8 +7,7 @@ import warnings
 import torch
 
 from zerocast.backends import use_backend
-from zerocast.cast import CastPlan
-from zerocast.comm import Communicator, run_in_process
+from zerocast.lab.threaded_cast import cast_on_threads
 from zerocast.recipes import RECIPES, MXFP8BlockScaling, NVFP4BlockScaling, QParams, Recipe
 from zerocast.tensors import QuantizedTensor, empty, quantize
 
@@ -43,19 +42,14 @@ def compare_casts(recipe: Recipe, device: torch.device) -> int:
     values = torch.randn(SHAPE, generator=generator, dtype=torch.float32, device="cpu")
     master = (values * sizes).to(device)
 
-    def on_rank(comm: Communicator) -> QuantizedTensor:
-        start, end = BOUNDS[comm.rank], BOUNDS[comm.rank + 1]
-        weight = empty(SHAPE, recipe, device=device, name="w")
-        plan = CastPlan([weight], [master.view(-1)[start:end]], [start], comm)
-        plan.cast()
-        plan.all_gather()
-        return weight
+    def make() -> QuantizedTensor:
+        return empty(SHAPE, recipe, device=device, name="w")
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # which backend casts is a separate finding
         with use_backend("reference"):
             whole = quantize(master, recipe, dtype=torch.bfloat16, name="w")
-        gathered = run_in_process(len(BOUNDS) - 1, on_rank)
+        gathered = cast_on_threads(make, master, BOUNDS)
     expected = whole.quantized_storage.buffers
     for rank, weight in enumerate(gathered):
         for name, buffer in weight.quantized_storage.buffers.items():

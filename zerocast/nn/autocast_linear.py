@@ -38,3 +38,8 @@ class AutocastLinear(Linear):
         """Return the text of its own recipe: a compiled checkpoint cannot enter regions."""
         recipe = self.product_recipe
         return super()._traced_recipe() if recipe is None else text_of(recipe)
+
+    def get_extra_state(self) -> None:
+        """Return nothing: torchtitan takes every entry of a state dict for a tensor. So if
+        gradients are rounded stochastically, their draws are counted from 0 again on resuming.
+        """

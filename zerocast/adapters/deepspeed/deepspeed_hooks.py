@@ -5,15 +5,15 @@ Each takes the function that it replaces, and its arguments.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerocast import QuantizedTensor, RankMismatchError, UnsupportedError, as_communicator
+from zerocast import QuantizedTensor, UnsupportedError, as_communicator
 from zerocast.adapters.deepspeed.coded_groups import CodedGroups, coded_groups, is_coded
 from zerocast.comm import Communicator
+from zerocast.comm.agreement import check_same
 from zerocast.tensors import QuantizedStorage
 
 Theirs = Callable[..., Any]
@@ -122,18 +122,15 @@ def broadcast(theirs: Theirs, self: Any) -> None:
 
 def _check_kinds(comm: Communicator, storages: Mapping[str, QuantizedStorage]) -> None:
     """Compare what the ranks are about to send. Collective, also where no weight holds codes."""
-    mine = [
-        (name, str(each.recipe), tuple(each.shape), each.high_precision_init_val is not None)
-        for name, each in storages.items()
-    ]
-    for rank, others in enumerate(comm.all_gather_object(mine)):
-        for own, other in zip_longest(mine, others):
-            if own != other:
-                raise RankMismatchError(
-                    "all ranks must hold the same quantized weights (name, recipe, shape, whether "
-                    f"it keeps its first value), got {own} and on rank {rank} {other}; build and "
-                    "convert the model alike on every rank."
-                )
+    check_same(
+        comm,
+        [
+            f"{name} {tuple(each.shape)} {each.recipe}, "
+            f"{'with' if each.high_precision_init_val is not None else 'without'} its first value"
+            for name, each in storages.items()
+        ],
+        "every rank must build and convert its model alike, with the same quantized weights",
+    )
 
 
 def shared_params(theirs: Theirs, self: Any) -> dict[str, str]:

@@ -107,11 +107,6 @@ class QuantizedLinear(AutocastLinear, Module):
         if config.gathers_codes:
             self.weight = master_parameter(self.weight, recipe, name=f"{config.name}.weight")
 
-    def get_extra_state(self) -> None:
-        """Return nothing: torchtitan takes every entry of a state dict for a tensor. So if
-        gradients are rounded stochastically, their draws are counted from 0 again on resuming.
-        """
-
     def parallelize(self, parallel_dims: Any) -> None:
         """Split the layer over ranks, as torchtitan does its own.
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from zerocast import CastPlan, InputError, empty, quantize
-from zerocast.comm import Communicator, run_in_process
+from zerocast import InputError, QuantizedTensor, empty, quantize
 from zerocast.export import DIALECTS, Dialect
 from zerocast.lab.conformance.case_packs import blocks_of
 from zerocast.lab.conformance.causes import block_amaxes
+from zerocast.lab.threaded_cast import cast_on_threads
 
 Stored = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
 Calls = Mapping[str, Callable[..., Any]]
@@ -88,15 +88,10 @@ def _zerocast() -> Package:
         return dialect.encode(whole.quantized_storage)
 
     def gather(dialect: Dialect, x: torch.Tensor, cuts: tuple[int, ...]) -> list[Stored]:
-        def on_rank(comm: Communicator) -> Stored:
-            start, end = cuts[comm.rank : comm.rank + 2]
-            weight = empty(x.shape, dialect.recipe, dtype=torch.bfloat16, columnwise=False)
-            plan = CastPlan([weight], [x.view(-1)[start:end]], [start], comm)
-            plan.cast()
-            plan.all_gather()
-            return dialect.encode(weight.quantized_storage)
+        def make() -> QuantizedTensor:
+            return empty(x.shape, dialect.recipe, dtype=torch.bfloat16, columnwise=False)
 
-        return run_in_process(len(cuts) - 1, on_rank)
+        return [dialect.encode(w.quantized_storage) for w in cast_on_threads(make, x, cuts)]
 
     return Package(name="zerocast", writes=_each(write, DIALECTS), gathers=_each(gather, DIALECTS))
 

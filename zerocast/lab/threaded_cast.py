@@ -1,0 +1,30 @@
+"""A weight that is cast from shards, by ranks that are threads of this process."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerocast import CastPlan, QuantizedTensor
+from zerocast.comm import Communicator, run_in_process
+
+
+def cast_on_threads(
+    make: Callable[[], QuantizedTensor], master: torch.Tensor, cuts: Sequence[int]
+) -> list[QuantizedTensor]:
+    """Cast and gather one weight; return what each rank then holds.
+
+    Args:
+        make: makes the weight, once on each rank.
+        master: the whole of it.
+        cuts: where the shards of ranks begin, and the last ends, as flat indices.
+    """
+
+    def on_rank(comm: Communicator) -> QuantizedTensor:
+        start, end = cuts[comm.rank : comm.rank + 2]
+        weight = make()
+        plan = CastPlan([weight], [master.view(-1)[start:end]], [start], comm)
+        plan.cast()
+        plan.all_gather()
+        return weight
+
+    return run_in_process(len(cuts) - 1, on_rank)
