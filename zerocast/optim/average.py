@@ -7,7 +7,6 @@ when it is used.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -97,14 +96,13 @@ class Average(Uncopied):
         """The name of the average in a weight's entry of a state dict."""
         return average_key(self.decay)
 
-    def load(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Take its elements out of the entries of a state dict, by place; where the state has no
-        such average, begin at the masters as they are.
+    def load(self, parts: Mapping[int, torch.Tensor]) -> None:
+        """Take this rank's elements from ``parts``, by the weights' places; begin at the masters
+        as they are where there are none.
         """
         self._columns.copy_(self._shards.masters)
-        for i, state in states.items():
-            if self.key in state:
-                self.shard(i).copy_(state.pop(self.key))
+        for i, part in parts.items():
+            self.shard(i).copy_(part)
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's elements of one weight's average: FP32, flat, a view."""

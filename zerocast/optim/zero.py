@@ -56,13 +56,13 @@ from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.param_groups import Param, options, trainable_groups
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
-from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import check_same_optimizer, collect_weights
+from zerocast.optim.zero_training import SavedOptimizer
 from zerocast.tensors.untraced import untraced
 
 
-class ZeroOptimizer(ShardedOptimizer):
+class ZeroOptimizer(SavedOptimizer):
     """A torch optimizer whose FP32 masters and state are sharded over ranks.
 
     :meth:`step` sends every rank its shards of the gradients and takes their mean, steps the inner
