@@ -29,7 +29,7 @@ from tests.support.weights import through_a_file
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.optim import ZeroOptimizer
-from zerocast.optim.zero_training import DESCRIBED, PROGRESS, digest_of
+from zerocast.optim.zero_training import digest_of
 
 
 def train_and_save(comm: Communicator | None = None) -> Any:
@@ -151,7 +151,7 @@ def saved_states() -> list[Any]:
 
 def first(saved: Any) -> str:
     """The first weight of which the rank has elements."""
-    return next(iter(saved["zero"]["starts"]))
+    return next(name for name in saved["state"] if "master." in name).removeprefix("master.")
 
 
 def change(saved: Any, name: str, new: Any) -> None:
@@ -168,9 +168,15 @@ def damaged(name: str, new: Any) -> Any:
     return lambda saved: change(saved, name, new)
 
 
-def starts(new: Any) -> Any:
-    """Let its elements begin elsewhere."""
-    return lambda saved: saved["zero"]["starts"].update({first(saved): new})
+def boxes(new: Any) -> Any:
+    """Let its master be of other boxes."""
+
+    def edit(saved: Any) -> None:
+        pieces, name = saved["zero"]["pieces"], f"master.{first(saved)}"
+        pieces[name] = pieces[name][0], new(pieces[name][1])
+        saved["zero"]["digest"] = digest_of(saved["zero"])
+
+    return edit
 
 
 def holds(**changes: Any) -> Any:
@@ -184,7 +190,7 @@ def honest(edit: Any) -> Any:
     def change(saved: Any) -> None:
         zero = saved["zero"]
         edit(zero)
-        zero["digest"] = digest_of({key: zero[key] for key in (*DESCRIBED, *PROGRESS)})
+        zero["digest"] = digest_of(zero)
 
     return change
 
@@ -234,6 +240,7 @@ DAMAGES = {
     "rank": (in_zero(rank=0), "rank 1 of 2 must load the state dict .* got that of rank 0 of 2"),
     "ranks": (in_zero(world_size=4), "got that of rank 1 of 4"),
     "no weights": (lambda saved: saved["zero"].pop("weights"), "under zero must be as it was"),
+    "no pieces": (honest(lambda zero: zero.pop("pieces")), "KeyError: 'pieces'"),
     "no zero": (holds(zero=None), "NoneType"),
     "no state": (holds(state=None), "NoneType"),
     "no kinds": (lambda saved: saved["zero"].update(kinds=None), "NoneType"),
@@ -242,18 +249,7 @@ DAMAGES = {
         "must have recipe.layer.0.scale, and has none",
     ),
     "no param groups": (holds(param_groups=None), "NoneType"),
-    "foreign weight": (
-        lambda saved: saved["zero"]["starts"].update(x=0),
-        "of the weights layer.0, .* layer.5, got 'x'",
-    ),
-    "foreign kinds": (
-        lambda saved: saved["zero"]["kinds"].update(x={}),
-        "of the weights layer.0, .* layer.5, got 'x'",
-    ),
-    "foreign tensor": (
-        lambda saved: saved["state"].update(x=torch.ones(1)),
-        "must hold tensors of its weights, got 'x'",
-    ),
+    "foreign tensor": (lambda saved: saved["state"].update(x=torch.ones(1)), "KeyError: 'x'"),
     "due": (in_zero(due=[7]), r"due of a state must be a list of names of weights, got \[7\]"),
     "due text": (in_zero(due=""), "due of a state must be a list of names of weights, got ''"),
     "steps": (in_zero(steps=-4), "steps of a state must be a number of steps, from 0 to .* got -4"),
@@ -261,40 +257,46 @@ DAMAGES = {
     "no steps": (in_zero(steps=None), "must be a number of steps, .* got None"),
     "shape of a count": (
         damaged("state.step", lambda step: step.expand(3)),
-        r"step of layer.\d must be torch.float32 \[\], got torch.float32 \[3\]",
+        r"state.layer.\d.step in .* must be a plain tensor of 1 elements, got 3 elements",
     ),
     "another step": (in_zero(steps=3), "a state of the same step: rank 0 has 'steps 2' where rank"),
     "steps alone": (lambda s: s["zero"].update(steps=3), "under zero must be as it was saved"),
     "averages alone": (lambda s: s["zero"].update(averages=[0.5]), "under zero must be as it"),
     "groups": (in_zero(groups=2), "number of param groups: it was saved with 2"),
     "another key": (holds(x=1), "needs what ZeroOptimizer.state_dict.. returned"),
-    "another key of zero": (in_zero(x=1), "under zero must be as it was saved"),
+    "another key of zero": (lambda s: s["zero"].update(x=1), "under zero must be as it was saved"),
     "a longer master": (
         damaged("master", lambda t: torch.cat([t, t[:5]])),
-        r"(exp_avg|ema\(0.75\)) of layer.\d must be|master of layer.\d must be .* on, of \d+;",
+        r"master.layer.\d in a state dict must be a plain tensor of \d+ elements, got \d+ elem",
     ),
     "lr nan": (option("lr", float("nan")), "lr of the saved options must be numbers, got nan"),
     "betas nan": (option("betas", (0.9, float("nan"))), "betas of the saved options must be"),
     "mode": (in_zero(mode="x"), "mode of a state must be 'train' or 'eval', got 'x'"),
     "averages": (in_zero(averages=[2.0]), "decay must be a number from 0 up to.* got 2.0"),
     "no averages": (in_zero(averages=None), "averages of a state must be a list of decays"),
-    "no average": (damaged("state.ema(0.75)", None), "KeyError: .*ema"),
+    "no average": (
+        damaged("state.ema(0.75)", None),
+        r"must have state.layer.\d.ema\(0.75\), and has none",
+    ),
     "an average less": (
         lambda s: (kinds(lambda k: k.pop("ema(0.75)"))(s), damaged("state.ema(0.75)", None)(s)),
         r"must have the averages \['ema\(0.75\)'\], got \[\]",
     ),
     "short average": (
         damaged("state.ema(0.75)", lambda t: t[:-1]),
-        r"ema\(0.75\) of layer.\d must be",
+        r"state.layer.\d.ema\(0.75\) in a state dict must be a plain tensor of",
     ),
-    "no exp_avg": (damaged("state.exp_avg", None), "KeyError: .*exp_avg"),
+    "no exp_avg": (
+        damaged("state.exp_avg", None),
+        r"must have state.layer.\d.exp_avg, and has none",
+    ),
     "an exp_avg less": (
         lambda s: (kinds(lambda k: k.pop("exp_avg"))(s), damaged("state.exp_avg", None)(s)),
         r"layer.\d must have .*has no exp_avg",
     ),
     "exp_avg none": (
         damaged("state.exp_avg", lambda t: None),
-        "must be a plain tensor, got a NoneType",
+        r"state.layer.\d.exp_avg in .* must be a plain tensor of .* got a NoneType",
     ),
     "exp_avg a number": (
         lambda s: (
@@ -305,7 +307,7 @@ DAMAGES = {
     ),
     "short": (
         damaged("state.exp_avg", lambda t: t[:-1]),
-        r"exp_avg of layer.\d must be .*\[\d+\], .*got",
+        r"state.layer.\d.exp_avg in a state dict must be a plain tensor of",
     ),
     "int": (damaged("state.exp_avg", lambda t: t.int()), r"exp_avg of layer.\d must be torch.flo"),
     "negative": (
@@ -317,18 +319,19 @@ DAMAGES = {
         damaged("state.exp_avg", lambda t: t * torch.nan),
         r"exp_avg of layer.\d must be numbers",
     ),
-    "no master": (damaged("master", None), "master|NoneType"),
-    "no start": (lambda saved: saved["zero"]["starts"].pop(first(saved)), "from None on"),
+    "no master": (damaged("master", None), r"must have master.layer.\d, and has none"),
     "master nan": (
         damaged("master", lambda t: t * torch.nan),
         r"master of layer.\d must be finite",
     ),
     "FP16": (damaged("master", lambda t: t.half()), r"master of layer.\d must be torch.float32"),
     "int64": (damaged("master", lambda t: t.long()), r"master of layer.\d must be torch.float32"),
-    "2-D": (damaged("master", lambda t: t.view(1, -1)), r"master of layer.\d must be"),
-    "start": (starts("x"), "start at an element, got .* from 'x'"),
-    "start before": (starts(-5), "start at an element, got .* from -5 on"),
-    "another start": (starts(1), r"this rank needs elements of master.layer.\d|start at an"),
+    "no boxes": (boxes(lambda each: []), "must be a plain tensor of 0 elements, got"),
+    "boxes of text": (boxes(lambda each: ["x", *each[1:]]), "TypeError"),
+    "a box before the first element": (
+        boxes(lambda each: [(tuple(o - 5 for o in each[0][0]), each[0][1]), *each[1:]]),
+        r"this rank needs elements of master.layer.\d which the given state has not",
+    ),
     "scale nan": (
         remembered(lambda t: t * torch.nan),
         "layer.0 must be .* scale that is not finite",

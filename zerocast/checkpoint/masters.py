@@ -13,8 +13,8 @@ from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim.boxes import Share
 from zerocast.optim.training_state import (
     SHARD,
-    HeldWeight,
     MasterHolder,
+    TrainedWeight,
     TrainingState,
     is_part,
 )
@@ -84,14 +84,14 @@ class MasterTraining(MasterHolder):
         found = {name: gather_of(param) for name, param in self.parameters.items()}
         return {name: gather for name, gather in found.items() if gather is not None}
 
-    def weights(self) -> list[HeldWeight]:
+    def weights(self) -> list[TrainedWeight]:
         """List the weights, in order."""
         together, gathers, found = self._together, self._gathers, []
         for name, param in self.parameters.items():
             gather, plain = gathers.get(name), as_plain(param)
             part = Share.of(plain)
             found.append(
-                HeldWeight(
+                TrainedWeight(
                     name=name,
                     group=self._places[name],
                     recipe=gather.recipe if gather else None,

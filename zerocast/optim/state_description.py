@@ -30,7 +30,6 @@ from zerocast.optim.progress import LARGEST_STEP
 
 FORMAT = 2
 
-DESCRIBED = "format", "numerics", "optimizer", "groups", "weights"
 PROGRESS = "steps", "mode", "averages", "due"
 
 Description = dict[str, Any]

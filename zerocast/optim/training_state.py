@@ -84,7 +84,7 @@ class Wanted:
         shares: the parts that this rank needs, by name, in memory on the CPU.
     """
 
-    tensors: Mapping[str, Any]
+    tensors: dict[str, Any]
     shares: dict[str, Share] = field(default_factory=dict)
 
     def ask(self, name: str, share: Share) -> None:
@@ -118,7 +118,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class HeldWeight:
+class TrainedWeight:
     """A weight of a training, and what this rank holds of it.
 
     Attributes:
@@ -179,7 +179,7 @@ class MasterHolder(ABC):
     device: torch.device
 
     @abstractmethod
-    def weights(self) -> list[HeldWeight]:
+    def weights(self) -> list[TrainedWeight]:
         """List the weights, in order."""
 
     @abstractmethod
@@ -313,7 +313,7 @@ def is_part(stepped: torch.Tensor | None, key: str, value: object) -> bool:
     )
 
 
-def _share_of(weight: HeldWeight, key: str, value: torch.Tensor) -> tuple[str, Share]:
+def _share_of(weight: TrainedWeight, key: str, value: torch.Tensor) -> tuple[str, Share]:
     """Return the kind of a tensor that the optimizer keeps, and this rank's part of it."""
     if not is_part(weight.stepped, key, value):
         return WHOLE, Share.of(as_plain(value))

@@ -4,11 +4,11 @@ A rank's state dict holds its elements of every weight, and all ranks' together 
 on any number of ranks::
 
     state         by the names of :mod:`zerocast.optim.training_state` this rank's part of each
-                  tensor: flat, where weights are stepped in pieces
+                  tensor, flat where weights are stepped in pieces
     param_groups  the options, and the places of the weights, as torch's optimizers save them
-    zero          what the state says; kinds: of what the optimizer keeps; starts: by weight the
-                  first of the elements; shard, rank, world_size; digest: of all but these two of
-                  weights
+    zero          what the state says; shard, rank, world_size; pieces: by tensor the whole one's
+                  shape, and the boxes that are this rank's part (:mod:`zerocast.optim.boxes`);
+                  kinds: of what the optimizer keeps; digest: of all but the kinds
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -27,21 +28,17 @@ from zerocast.arguments import why_no_memory
 from zerocast.comm import Attempt
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.layout import Extent
-from zerocast.optim.average import AVERAGE
-from zerocast.optim.boxes import Share
+from zerocast.optim.boxes import Box, Share
 from zerocast.optim.param_groups import option_lines, options
 from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.state_description import (
-    DESCRIBED,
-    PROGRESS,
     check_described,
+    check_equal,
     check_format,
 )
 from zerocast.optim.training_state import (
-    SHARD,
-    HeldWeight,
     MasterHolder,
+    TrainedWeight,
     TrainingState,
     Wanted,
 )
@@ -84,7 +81,7 @@ class ZeroTraining(MasterHolder):
 
     # --- what it holds ---
 
-    def weights(self) -> list[HeldWeight]:
+    def weights(self) -> list[TrainedWeight]:
         """List the weights, in order."""
         shards, inner = self._shards, self.optimizer._inner
         together: dict[str, list[str]] = {}
@@ -96,7 +93,7 @@ class ZeroTraining(MasterHolder):
             storage, stepped = weight.storage, inner.masters.get(i)
             master = Share.of_range(weight.param.shape, shards.own[i].extent, shards.master(i))
             found.append(
-                HeldWeight(
+                TrainedWeight(
                     name=weight.name,
                     group=weight.group,
                     recipe=storage.recipe if storage else None,
@@ -169,31 +166,28 @@ class ZeroTraining(MasterHolder):
 
     # --- state dicts ---
 
-    @property
-    def _kind(self) -> str:
-        """How weights are divided, as ``ZeroOptimizer(shard=...)`` says it."""
-        return "element" if self._shards.whole is None else "matrix"
-
     def state_dict(self) -> StateDict:
         """Return this rank's state dict. Its tensors are the live ones."""
         state, shards = self.state(), self._shards
         groups: list[dict[str, Any]] = [group | {"params": []} for group in state.groups]
         for i, weight in enumerate(shards.weights):
             groups[weight.group]["params"].append(i)
-        return {
-            "state": {name: share.local for name, share in state.shares.items()},
-            "param_groups": groups,
-            "zero": {
-                **state.said,
-                "shard": self._kind,
-                "rank": self.comm.rank,
-                "world_size": self.comm.size,
-                "digest": digest_of(state.said),
-                "kinds": state.kinds,
-                "starts": {shards.weights[i].name: shards.own[i].extent.start for i in shards.held},
-                "every_rank": EveryRank(),
-            },
+        zero = {
+            **state.said,
+            **self._origin,
+            "pieces": {n: (s.shape, list(map(tuple, s.pieces))) for n, s in state.shares.items()},
+            "kinds": state.kinds,
+            "every_rank": EveryRank(),
         }
+        tensors = {name: share.local for name, share in state.shares.items()}
+        zero["digest"] = digest_of(zero)
+        return {"state": tensors, "param_groups": groups, "zero": zero}
+
+    @property
+    def _origin(self) -> dict[str, Any]:
+        """How weights are divided, as ``ZeroOptimizer(shard=...)`` says it, and over which rank."""
+        shard = "element" if self._shards.whole is None else "matrix"
+        return {"shard": shard, "rank": self.comm.rank, "world_size": self.comm.size}
 
     def read(self, given: object) -> TrainingState:
         """Return what this rank continues from, of one state dict or a sequence of them.
@@ -205,26 +199,35 @@ class ZeroTraining(MasterHolder):
         """
         saved: list[Any] = list(given) if isinstance(given, Sequence) else [given]
         if not saved:
-            raise InputError(
-                "load_state_dict needs one state dict at least, got an empty sequence."
-            )
+            raise InputError("load_state_dict needs one state dict at least, got an empty list.")
         kinds: dict[str, dict[str, Any]] = {}
-        tensors: dict[str, Share] = {}
-        described = self.described()
+        wanted, described = Wanted({}), self.described()
         for each in saved:
-            self._check(each)
-            check_described(each["zero"], described)
-            self._add(each, tensors)
-            for name, found in each["zero"]["kinds"].items():
+            if not isinstance(each, Mapping) or each.keys() != KEYS:
+                raise InputError(
+                    "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence "
+                    f"of that from all ranks, got a {type(each).__name__} that is not one."
+                )
+            zero = each["zero"]
+            check_format(zero)
+            if zero["digest"] != digest_of(zero):
+                raise InputError(
+                    "what a state dict says under zero must be as it was saved, and has another "
+                    "digest; the state is damaged."
+                )
+            check_described(zero, described)
+            check_equal("shard", zero["shard"], self._origin["shard"])
+            for name, found in zero["kinds"].items():
                 kinds.setdefault(name, {}).update(copy.deepcopy(found))
+            for name, tensor in each["state"].items():
+                share = _share_in(name, tensor, *zero["pieces"][name])
+                wanted.tensors.setdefault(name, share).pieces.update(share.pieces)
         self._check_origin([each["zero"] for each in saved])
-        said = {key: saved[0]["zero"][key] for key in (*DESCRIBED, *PROGRESS)}
         groups = [copy.deepcopy(options(group)) for group in saved[0]["param_groups"]]
-        wanted = Wanted(tensors)
-        state = TrainingState(said, groups, kinds, wanted.shares)
+        state = TrainingState(saved[0]["zero"], groups, kinds, wanted.shares)
         self.ask(state, wanted)
         for name, share in wanted.shares.items():
-            if not share.fill(tensors[name].pieces):
+            if not share.fill(wanted.tensors[name].pieces):
                 raise InputError(
                     f"this rank needs elements of {name} which the given state has not, or not "
                     "once; load on as many ranks as saved, each its own state dict, or give every "
@@ -233,108 +236,48 @@ class ZeroTraining(MasterHolder):
         self.check(state)
         return state
 
-    def _check(self, given: Any) -> None:
-        """Raise :class:`InputError` unless it is a state dict that is as it was saved."""
-        if not isinstance(given, Mapping) or given.keys() != KEYS:
-            raise InputError(
-                "load_state_dict needs what ZeroOptimizer.state_dict() returned, or a sequence of "
-                f"that from all ranks, got a {type(given).__name__} that is not one."
-            )
-        zero = given["zero"]
-        check_format(zero)
-        said = {*DESCRIBED, *PROGRESS}
-        keys = {*said, "shard", "rank", "world_size", "digest", "kinds", "starts"}
-        if zero.keys() - {"every_rank"} != keys or zero["digest"] != digest_of(
-            {key: zero[key] for key in said}
-        ):
-            raise InputError(
-                "what a state dict says under zero must be as it was saved, and has another digest "
-                "or other keys; the state is damaged."
-            )
-        if zero["shard"] != self._kind:
-            raise InputError(
-                f"a state dict must be loaded into an optimizer of the same shard: it was saved "
-                f"with {zero['shard']}, and this one has {self._kind}."
-            )
-
-    def _add(self, given: Any, tensors: dict[str, Share]) -> None:
-        """Add the parts of tensors in a state dict, by name."""
-        zero, left = given["zero"], dict(given["state"])
-        shapes = {weight.name: weight.param.shape for weight in self._shards.weights}
-        if foreign := (zero["kinds"].keys() | zero["starts"].keys()) - shapes.keys():
-            raise InputError(
-                f"a state dict must be of the weights {', '.join(shapes)}, got {min(foreign)!r}; "
-                "the state is damaged."
-            )
-        for name, tensor in left.items():
-            problem = f"a {type(tensor).__name__}"
-            if not isinstance(tensor, torch.Tensor) or (problem := why_no_memory(tensor) or ""):
-                raise InputError(f"{name} in a state dict must be a plain tensor, got {problem}.")
-        for name, shape in shapes.items():
-            found: dict[str, Share] = {}
-            start, master = zero["starts"].get(name), left.pop(f"master.{name}", None)
-            if master is not None:
-                is_inside = type(start) is int and 0 <= start <= shape.numel() - master.numel()
-                if master.dim() != 1 or not is_inside:
-                    raise InputError(
-                        f"the master of {name} must be flat, and start at an element, got "
-                        f"{list(master.shape)} from {start!r} on, of {shape.numel()}; the state is "
-                        "damaged."
-                    )
-                extent = Extent(start, start + master.numel())
-                found[f"master.{name}"] = Share.of_range(shape, extent, master)
-            for key, kind in zero["kinds"].get(name, {}).items():
-                if isinstance(kind, dict):
-                    continue
-                tensor = left.pop(f"state.{name}.{key}")
-                is_part = key.startswith(AVERAGE) or self._kind == "element"
-                if kind == SHARD and is_part and tensor.shape != master.shape:
-                    raise InputError(
-                        f"{key} of {name} must be {list(master.shape)}, as its master is, got "
-                        f"{list(tensor.shape)}; the state is damaged."
-                    )
-                found[f"state.{name}.{key}"] = (
-                    Share.of_range(shape, extent, tensor)
-                    if kind == SHARD and is_part
-                    else Share.of(tensor)
-                )
-            for key in [key for key in left if key.startswith(f"recipe.{name}.")]:
-                found[key] = Share.of(left.pop(key))
-            for key, share in found.items():
-                tensors.setdefault(key, share).pieces.update(share.pieces)
-        if left:
-            raise InputError(
-                f"a state dict must hold tensors of its weights, got {min(left)!r}; the state is "
-                "damaged."
-            )
-
     def _check_origin(self, zeros: Sequence[Mapping[str, Any]]) -> None:
         """Raise :class:`InputError` unless state dicts that say ``zeros`` are this rank's own, or
         those of all ranks after one step.
         """
-        comm, steps = self.comm, [zero["steps"] for zero in zeros]
+        steps = [zero["steps"] for zero in zeros]
         if len(set(steps)) > 1:
             raise InputError(
                 f"the state dicts of all ranks must be of the same step, got states of steps "
                 f"{steps}; load what all ranks saved after the same step."
             )
-        ranks, sizes = [zero["rank"] for zero in zeros], [zero["world_size"] for zero in zeros]
-        size = sizes[0]
-        if ranks == [comm.rank] and size == comm.size:
-            return
-        if set(sizes) != {size} or sorted(ranks) != list(range(size)):
-            origin = ", ".join(f"{rank} of {size}" for rank, size in zip(ranks, sizes, strict=True))
+        origins = [(zero["rank"], zero["world_size"]) for zero in zeros]
+        own, size = (self.comm.rank, self.comm.size), origins[0][1]
+        if origins != [own] and sorted(origins) != [(rank, size) for rank in range(size)]:
             raise InputError(
-                f"rank {comm.rank} of {comm.size} must load the state dict that it saved itself on "
-                f"as many ranks, or the sequence of all ranks' state dicts, each once, got that of "
-                f"rank {origin}; zerocast.checkpoint.save and load find the right elements by "
-                "themselves."
+                f"rank {own[0]} of {own[1]} must load the state dict that it saved itself on as "
+                f"many ranks, or the sequence of all ranks' state dicts, each once, got that of "
+                f"rank {', '.join(f'{rank} of {size}' for rank, size in origins)}; "
+                "zerocast.checkpoint.save and load find the right elements by themselves."
             )
 
 
-def digest_of(said: Mapping[str, Any]) -> str:
-    """Return a digest of what a state says."""
-    text = json.dumps(said, sort_keys=True)
+def _share_in(name: str, tensor: Any, shape: Sequence[int], boxes: Sequence[Any]) -> Share:
+    """Return the part of a tensor in a state dict, which consists of ``boxes``."""
+    pieces = {Box(*map(tuple, box)): tensor for box in boxes}
+    count = sum(math.prod(box.sizes) for box in pieces)
+    problem: str | None = f"a {type(tensor).__name__}"
+    if isinstance(tensor, torch.Tensor):
+        problem = why_no_memory(tensor)
+        if problem is None and tensor.numel() != count:
+            problem = f"{tensor.numel()} elements"
+    if problem is not None:
+        raise InputError(
+            f"{name} in a state dict must be a plain tensor of {count} elements, got {problem}; "
+            "the state is damaged."
+        )
+    return Share(tuple(shape), pieces, tensor).holding(tensor)
+
+
+def digest_of(zero: Mapping[str, Any]) -> str:
+    """Return a digest of what a state dict says, but for values of Python."""
+    left_out = "digest", "kinds", "every_rank"
+    text = json.dumps({key: value for key, value in zero.items() if key not in left_out})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
