@@ -59,7 +59,6 @@ PUBLIC_MODULES = (
 
 # Of exports and checkpoints, whose objects are about to change places.
 PRIVATE_NAMES_USED = {
-    ("zerocast.checkpoint.zero_training", "_progress"),
     ("zerocast.export.entries", "_prepared"),
     ("zerocast.export.entries", "_specs"),
     ("zerocast.export.entries", "_weights_of"),
