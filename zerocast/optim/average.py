@@ -5,7 +5,7 @@ moves it. So it is kept in FP32 beside the masters, of this rank's elements only
 when it is used.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -95,14 +95,6 @@ class Average(Uncopied):
     def key(self) -> str:
         """The name of the average in a weight's entry of a state dict."""
         return average_key(self.decay)
-
-    def load(self, parts: Mapping[int, torch.Tensor]) -> None:
-        """Take this rank's elements from ``parts``, by the weights' places; begin at the masters
-        as they are where there are none.
-        """
-        self._columns.copy_(self._shards.masters)
-        for i, part in parts.items():
-            self.shard(i).copy_(part)
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's elements of one weight's average: FP32, flat, a view."""

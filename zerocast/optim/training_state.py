@@ -275,7 +275,11 @@ class MasterHolder(ABC):
                 master = state.shares[f"master.{name}"].local
                 check_numbers(f"the master of {name}", master, finite=True)
                 given = {key for key in state.kinds.get(name, {}) if key.startswith(AVERAGE)}
-                check_averages(name, given, averages)
+                if given != averages:
+                    raise InputError(
+                        f"the state of {name} must have the averages {sorted(averages)}, got "
+                        f"{sorted(given)}; the state is damaged."
+                    )
                 for key in given:
                     value = state.shares[f"state.{name}.{key}"].local
                     check_values(name, master.shape, {key: value}, {key: master})
@@ -291,15 +295,6 @@ class MasterHolder(ABC):
                     key: state.shares[f"recipe.{name}.{key}"].local for key in weight.recipe_state
                 }
                 check_state(name, weight.recipe, dict(weight.recipe_state), given_state, remedy)
-
-
-def check_averages(name: str, given: set[str], said: set[str]) -> None:
-    """Raise :class:`InputError` where a weight has other averages than the state says."""
-    if given != said:
-        raise InputError(
-            f"the state of {name} must have the averages {sorted(said)}, got {sorted(given)}; the "
-            "state is damaged."
-        )
 
 
 def is_part(stepped: torch.Tensor | None, key: str, value: object) -> bool:

@@ -140,21 +140,20 @@ class ZeroTraining(MasterHolder):
         with optimizer._progress.changing():
             for decay in state.said["averages"]:
                 optimizer._average(decay)
-            for i in shards.held:
-                name = shards.weights[i].name
-                shards.master(i).copy_(state.shares[f"master.{name}"].local)
-            for average in optimizer._averages.values():
-                names = {i: f"state.{shards.weights[i].name}.{average.key}" for i in shards.held}
-                shares = state.shares
-                average.load({i: shares[n].local for i, n in names.items() if n in shares})
+            for weight in self.weights():
+                name, shares = weight.name, state.shares
+                if weight.master.pieces:
+                    master = shares[f"master.{name}"]
+                    weight.master.local.copy_(master.local)
+                    for key, average in weight.averages.items():
+                        average.copy_(shares.get(f"state.{name}.{key}", master).local)
+                for key, tensor in weight.recipe_state.items():
+                    tensor.copy_(shares[f"recipe.{name}.{key}"].local)
             for group, theirs in zip(self.groups, state.groups, strict=True):
                 group.update(theirs)
             inner = optimizer._inner
             kept = {i: state.kept(shards.weights[i].name) for i in inner.masters}
             inner.load_state(kept, state.said["mode"], self.groups)
-            for i, tensors in shards.recipe_states().items():
-                for key, tensor in tensors.items():
-                    tensor.copy_(state.shares[f"recipe.{shards.weights[i].name}.{key}"].local)
             if optimizer._owners:
                 optimizer._owners.fetch_masters()
             due = state.said["due"]
