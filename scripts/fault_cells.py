@@ -280,8 +280,7 @@ def loaded(damage: Callable[[dict[str, Any]], Any]) -> Callable[[Run], None]:
 
 
 def _without_exp_avg(state: dict[str, Any]) -> None:
-    for each in state["state"].values():
-        del each["exp_avg"]
+    state["state"] = {k: v for k, v in state["state"].items() if not k.endswith(".exp_avg")}
 
 
 def _other_ranks_state(run: Run) -> None:

@@ -220,10 +220,10 @@ def held_bytes(model: torch.nn.Module, optimizer: ZeroOptimizer) -> dict[str, in
         else:
             weights += parameter.nbytes
     held = {"weights": weights, "masters": 0, "optimizer_state": 0}
-    for entry in optimizer.state_dict()["state"].values():
-        for name, value in entry.items():
-            if isinstance(value, torch.Tensor):
-                held["masters" if name == "master" else "optimizer_state"] += value.nbytes
+    for name, value in optimizer.state_dict()["state"].items():
+        kind = {"master": "masters", "state": "optimizer_state"}.get(name.partition(".")[0])
+        if kind is not None:
+            held[kind] += value.nbytes
     return held
 
 

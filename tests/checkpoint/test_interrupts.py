@@ -89,7 +89,7 @@ def test_amid_a_save(
 
 
 @on_ranks("in_process", 3)
-@pytest.mark.parametrize("name", ["read_manifest", "check", "decode"])
+@pytest.mark.parametrize("name", ["read_manifest", "fill", "decode"])
 def test_amid_a_load(
     comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -30,10 +30,10 @@ from tests.support.living_ranks import LivingRanks
 from tests.support.nightly import nightly
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
-from zerocast.checkpoint.zero_training import ZeroTraining
 from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.optim import FusedAdamW
+from zerocast.optim.training_state import TrainingState
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
@@ -156,17 +156,16 @@ def test_any_life_of_a_training(lives: int, steps: int) -> None:
 
 def test_a_wrong_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a load forgets what the optimizer keeps of each element."""
-    state_dict = ZeroTraining._state_dict
+    kept = TrainingState.kept
 
-    def forgetful(self: ZeroTraining, saved: Any) -> dict[str, Any]:
-        made = state_dict(self, saved)
-        for entry in made["state"].values():
-            for key in entry.keys() - {"master", "start", "step"}:
-                if isinstance(entry[key], torch.Tensor):
-                    entry[key] = torch.zeros_like(entry[key])
+    def forgetful(self: TrainingState, name: str) -> dict[str, Any]:
+        made = kept(self, name)
+        for key in made.keys() - {"step"}:
+            if isinstance(made[key], torch.Tensor):
+                made[key] = torch.zeros_like(made[key])
         return made
 
-    monkeypatch.setattr(ZeroTraining, "_state_dict", forgetful)
+    monkeypatch.setattr(TrainingState, "kept", forgetful)
     drawn = settings(max_examples=12, stateful_step_count=15, phases=[Phase.generate])
     with pytest.raises(AssertionError, match="expected"):
         run_state_machine_as_test(TrainingLife, settings=drawn)

@@ -109,13 +109,14 @@ class Zero:
     def everything(self) -> dict[str, torch.Tensor]:
         """Masters, what optimizer and recipes keep, whole, and an output of the weights' codes."""
         kept = {}
-        own = self.optimizer.state_dict()["state"]
-        everyone = self.optimizer.comm.all_gather_object(own)
-        for i, (name, p) in enumerate(self.optimizer.named_weights.items()):
-            held = sorted((e[i] for e in everyone if i in e), key=lambda entry: entry["start"])
+        everyone = self.optimizer.comm.all_gather_object(self.optimizer.state_dict())
+        for name, p in self.optimizer.named_weights.items():
+            held = [each for each in everyone if f"master.{name}" in each["state"]]
+            held.sort(key=lambda each: each["zero"]["pieces"][f"master.{name}"])
             for key in ("exp_avg", "exp_avg_sq"):
-                kept[f"{name} {key}"] = torch.cat([each[key] for each in held]).view(p.shape)
-            kept[f"{name} step"] = held[0]["step"]
+                pieces = [each["state"][f"state.{name}.{key}"] for each in held]
+                kept[f"{name} {key}"] = torch.cat(pieces).view(p.shape)
+            kept[f"{name} step"] = held[0]["state"][f"state.{name}.step"]
         return {**self.masters(), **kept, **self.states(), "output": output(self.model)}
 
 

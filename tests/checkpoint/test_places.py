@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.support.claims import message_of
 from tests.support.ranks import on_ranks
 from zerocast import quantize
-from zerocast.checkpoint import dcp_storage, load, one_file, save
-from zerocast.checkpoint.boxes import Share
+from zerocast.checkpoint import load, one_file, parts, save, writing
 from zerocast.checkpoint.dcp_storage import Reader, Writer
 from zerocast.checkpoint.files import DigestingWriter
 from zerocast.checkpoint.manifest import read_manifest
+from zerocast.checkpoint.parts import DirectorySave
 from zerocast.checkpoint.runs import alone_in
 from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import InputError, ZerocastError
@@ -240,7 +240,7 @@ def test_a_job_that_is_not_quite_dead_loses_nothing_silently(
     """
     old, new = twins(tmp_path)
     thread = "zerocast-save" if asynchronous else "old"
-    pause = Paused(monkeypatch, (Writer, "finish"), thread)
+    pause = Paused(monkeypatch, (DirectorySave, "end"), thread)
 
     def run() -> None:
         pending = save(tmp_path, old, asynchronous=asynchronous)
@@ -271,12 +271,12 @@ def test_a_manifest_that_came_meanwhile_stays(
 ) -> None:
     """Where the files of this save are still there, too."""
     old, new = twins(tmp_path / place)
-    target = (Writer, "finish") if place == "c" else (DigestingWriter, "finish")
+    target = (DirectorySave, "end") if place == "c" else (DigestingWriter, "finish")
     pause = Paused(monkeypatch, target, "new")
     late = Beside("new", lambda: save(tmp_path / place, new))
     assert pause.reached.wait(60)
-    for module in (dcp_storage, one_file):
-        remove = "remove_saved" if module is dcp_storage else "remove_files"
+    for module in (parts, one_file):
+        remove = "remove_saved" if module is parts else "remove_files"
         monkeypatch.setattr(module, remove, lambda *_: None)  # as if it had begun before
     save(tmp_path / place, old)
     last = read_manifest(tmp_path / place).saved
@@ -347,13 +347,13 @@ def test_a_link_in_the_directory_is_not_followed(
     optimizer = job(1.0)
     save(tmp_path / "c", optimizer)
     before = read_manifest(tmp_path / "c")
-    make = Writer.prepare_global_plan
+    begin = DirectorySave.begin
 
-    def linking(self: Writer, plans: Any) -> Any:
-        (self.path / f"{self._claim.prefix}{ending}").symlink_to(tmp_path / "mine")
-        return make(self, plans)
+    def linking(self: DirectorySave) -> None:
+        begin(self)
+        (self.path / f"{self.claim.prefix}{ending}").symlink_to(tmp_path / "mine")
 
-    monkeypatch.setattr(Writer, "prepare_global_plan", linking)
+    monkeypatch.setattr(DirectorySave, "begin", linking)
     with pytest.raises(ZerocastError, match="FileExistsError"):
         save(tmp_path / "c", optimizer)
     assert (tmp_path / "mine").read_text() == "mine"
@@ -456,12 +456,12 @@ def test_a_failed_save_beside_the_training_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """Nor a note of any rank, whichever failed, once it has been waited for."""
-    write = Writer.write
+    write = writing.write_part
 
-    def full(self: Writer, plan: Any, planner: Any) -> Any:
-        if f"rank0000{rank}" in (plan.storage_data or ""):
+    def full(path: Path, *given: Any) -> Any:
+        if f"rank0000{rank}" in path.name:
             raise OSError(28, "no space")
-        return write(self, plan, planner)
+        return write(path, *given)
 
     def body(comm: Communicator) -> None:
         optimizer = job(1.0, comm)
@@ -470,7 +470,7 @@ def test_a_failed_save_beside_the_training_leaves_no_file(
         before = sorted(os.listdir(tmp_path))
         comm.barrier()
         if comm.rank == 0:
-            monkeypatch.setattr(Writer, "write", full)
+            monkeypatch.setattr(writing, "write_part", full)
         comm.barrier()
         pending = save(tmp_path, optimizer, asynchronous=True)
         assert pending is not None
@@ -516,7 +516,7 @@ def test_parts_of_dead_saves_make_room_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("place", "target"),
-    [("c", (Share, "copied")), ("c.safetensors", (one_file.torch, "empty"))],
+    [("c", (writing, "_copied")), ("c.safetensors", (one_file.torch, "empty"))],
     ids=["copy", "gather"],
 )
 def test_a_rank_without_memory_raises_on_all_at_once(

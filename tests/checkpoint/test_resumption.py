@@ -362,10 +362,10 @@ def test_boxes_are_the_elements_of_a_range() -> None:
         whole = torch.arange(numel).view(shape)
         for _ in range(50):
             start, end = sorted(draw.choices(range(numel + 1), k=2))
-            share = zerocast.checkpoint.boxes.Share.of_range(
+            share = zerocast.optim.boxes.Share.of_range(
                 shape, zerocast.layout.Extent(start, end), torch.arange(start, end)
             )
-            assert share.flat.tolist() == list(range(start, end))
+            assert share.local.tolist() == list(range(start, end))
             assert len(share.pieces) <= max(2 * len(shape) - 1, 1)
             for box, piece in share.pieces.items():
                 places = tuple(map(slice, box.offsets, map(sum, zip(*box, strict=True))))

@@ -17,6 +17,7 @@ from tests.optim.training import (
     NVFP4,
     Training,
     assert_same_lists,
+    draw_gradients,
     make_params,
     named,
     set_gradients,
@@ -28,7 +29,7 @@ from tests.support.weights import through_a_file
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
 from zerocast.optim import ZeroOptimizer
-from zerocast.optim.checkpoint import digest_of
+from zerocast.optim.zero_training import digest_of
 
 
 def train_and_save(comm: Communicator | None = None) -> Any:
@@ -46,24 +47,23 @@ def test_loading_leaves_the_given_state_alone() -> None:
     training = Training()
     training.optimizer.load_state_dict(saved)
     training.train(0, 1)
-    for i, entry in kept["state"].items():
-        for name, value in entry.items():
-            assert torch.equal(torch.as_tensor(saved["state"][i][name]), torch.as_tensor(value))
+    for name, value in kept["state"].items():
+        assert torch.equal(saved["state"][name], value), name
 
 
 def test_a_weight_that_was_never_stepped_has_no_inner_state() -> None:
     """It is saved with its master alone and resumes like that."""
     params = make_params(FP8)
-    optimizer = ZeroOptimizer(params, group=None)
+    optimizer = ZeroOptimizer(named(params), group=None)
     set_gradients(params, [torch.ones(p.shape) for p in params])
     params[1].grad = None
     optimizer.step()
     saved = optimizer.state_dict()
-    assert saved["state"][1].keys() == {"master", "start"}
-    assert "exp_avg" in saved["state"][0]
-    other = ZeroOptimizer(make_params(FP8))
+    assert [name for name in saved["state"] if "layer.1" in name] == ["master.layer.1"]
+    assert "state.layer.0.exp_avg" in saved["state"]
+    other = ZeroOptimizer(named(make_params(FP8)))
     other.load_state_dict(saved)
-    assert other.state_dict()["state"][1].keys() == {"master", "start"}
+    assert other.state_dict()["state"].keys() == saved["state"].keys()
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,17 @@ def test_a_state_of_another_optimizer_or_other_weights_is_refused() -> None:
         ZeroOptimizer(named(make_params(NVFP4)), SGD, lr=0.1).load_state_dict(saved)
     with pytest.raises(InputError, match=r"same weights: it has 'layer.0', and this one has not"):
         ZeroOptimizer(named(make_params(NVFP4))[1:]).load_state_dict(saved)
-    with pytest.raises(InputError, match=r"it has 'layer.0' where this one has 'layer.5'"):
-        ZeroOptimizer(named(make_params(NVFP4))[::-1]).load_state_dict(saved)
+
+
+def test_weights_are_found_by_name() -> None:
+    """An optimizer that lists the same weights in another order continues, too."""
+    saved, forwards, backwards = train_and_save(), Training(lr=1e-2), make_params(NVFP4, seed=1)
+    optimizer = ZeroOptimizer(named(backwards)[::-1], lr=1e-2)
+    forwards.optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
+    set_gradients(backwards, draw_gradients(backwards, 4))
+    optimizer.step()
+    assert_same_lists(backwards, forwards.train(4), "after a step more")
 
 
 AVERAGED = 0.75
@@ -140,19 +149,34 @@ def saved_states() -> list[Any]:
     return run_in_process(2, body)
 
 
-def first(saved: Any) -> Any:
-    """The entry of the first weight of which the rank has elements."""
-    return next(iter(saved["state"].values()))
+def first(saved: Any) -> str:
+    """The first weight of which the rank has elements."""
+    return next(name for name in saved["state"] if "master." in name).removeprefix("master.")
 
 
-def damaged(key: str, change: Any) -> Any:
-    """Let ``change`` have what stands under ``key`` for that weight."""
-    return lambda saved: first(saved).update({key: change(first(saved)[key])})
+def change(saved: Any, name: str, new: Any) -> None:
+    """Let a tensor of the first weight be another, or be missing."""
+    name = f"{name.partition('.')[0]}.{first(saved)}{name[len(name.partition('.')[0]) :]}"
+    if new is None:
+        del saved["state"][name]
+    else:
+        saved["state"][name] = new(saved["state"][name])
 
 
-def gone(key: str) -> Any:
-    """Let that weight lack what stands under ``key``."""
-    return lambda saved: first(saved).pop(key)
+def damaged(name: str, new: Any) -> Any:
+    """Let ``new`` have the tensor of that weight."""
+    return lambda saved: change(saved, name, new)
+
+
+def boxes(new: Any) -> Any:
+    """Let its master be of other boxes."""
+
+    def edit(saved: Any) -> None:
+        pieces, name = saved["zero"]["pieces"], f"master.{first(saved)}"
+        pieces[name] = pieces[name][0], new(pieces[name][1])
+        saved["zero"]["digest"] = digest_of(saved["zero"])
+
+    return edit
 
 
 def holds(**changes: Any) -> Any:
@@ -160,14 +184,25 @@ def holds(**changes: Any) -> Any:
     return lambda saved: saved.update(changes)
 
 
-def in_zero(**changes: Any) -> Any:
-    """Let the state dict say something else of itself, under a digest that is right."""
+def honest(edit: Any) -> Any:
+    """Edit what the state dict says of itself, under a digest that is right."""
 
     def change(saved: Any) -> None:
-        saved["zero"].update(changes)
-        saved["zero"]["digest"] = digest_of(saved["zero"])
+        zero = saved["zero"]
+        edit(zero)
+        zero["digest"] = digest_of(zero)
 
     return change
+
+
+def in_zero(**changes: Any) -> Any:
+    """Let it say something else."""
+    return honest(lambda zero: zero.update(changes))
+
+
+def kinds(edit: Any) -> Any:
+    """Edit what it says of the state of the first weight."""
+    return lambda saved: edit(saved["zero"]["kinds"][first(saved)])
 
 
 def option(name: str, value: Any) -> Any:
@@ -177,23 +212,22 @@ def option(name: str, value: Any) -> Any:
 
 def weight(what: str, value: Any) -> Any:
     """Let the first weight be described otherwise."""
-    return lambda saved: saved["zero"]["weights"][0].update({what: value})
+    return honest(lambda zero: zero["weights"][0].update({what: value}))
 
 
 def recipe(what: str, value: Any) -> Any:
     """Let the first weight be said to have had another recipe."""
-    return lambda saved: saved["zero"]["weights"][0]["recipe"].update({what: value})
+    return honest(lambda zero: zero["weights"][0]["recipe"].update({what: value}))
 
 
-def remembered(change: Any) -> Any:
+def remembered(new: Any) -> Any:
     """Let the first weight's recipe remember another scale."""
-    return lambda saved: saved["recipe_state"][0].update(
-        scale=change(saved["recipe_state"][0]["scale"])
-    )
+    key = "recipe.layer.0.scale"
+    return lambda saved: saved["state"].update({key: new(saved["state"][key])})
 
 
 DAMAGES = {
-    "format": (in_zero(format=99), "must be of format 1, got 99"),
+    "format": (in_zero(format=99), "must be of format 2, got 99"),
     "numerics": (in_zero(numerics=99), "same version of the numerics: it was saved with 99"),
     "class": (in_zero(optimizer="mine.AdamW"), "same optimizer: it was saved with mine.AdamW"),
     "name": (weight("name", "other"), "same weights: this one has 'layer.0', and it has not"),
@@ -205,57 +239,99 @@ DAMAGES = {
     "amax group": (weight("shares_amax", ["layer.0"]), "same shares_amax of layer.0"),
     "rank": (in_zero(rank=0), "rank 1 of 2 must load the state dict .* got that of rank 0 of 2"),
     "ranks": (in_zero(world_size=4), "got that of rank 1 of 4"),
-    "no weights": (lambda saved: saved["zero"].pop("weights"), "KeyError: 'weights'"),
+    "no weights": (lambda saved: saved["zero"].pop("weights"), "under zero must be as it was"),
+    "no pieces": (honest(lambda zero: zero.pop("pieces")), "KeyError: 'pieces'"),
     "no zero": (holds(zero=None), "NoneType"),
     "no state": (holds(state=None), "NoneType"),
-    "no recipe state": (holds(recipe_state=None), "NoneType"),
+    "no kinds": (lambda saved: saved["zero"].update(kinds=None), "NoneType"),
+    "no recipe state": (
+        lambda saved: saved["state"].pop("recipe.layer.0.scale"),
+        "must have recipe.layer.0.scale, and has none",
+    ),
     "no param groups": (holds(param_groups=None), "NoneType"),
-    "foreign index": (lambda s: s["state"].update({99: first(s)}), "weights 0 to 5, got 99"),
-    "foreign recipe": (lambda s: s["recipe_state"].update({"x": {}}), "weights 0 to 5, got 'x'"),
-    "due": (in_zero(due=[7]), "due of a state dict must be of the weights 0 to 5, got 7"),
-    "due text": (in_zero(due=""), "due of a state dict must be a list of places, got ''"),
+    "foreign tensor": (lambda saved: saved["state"].update(x=torch.ones(1)), "KeyError: 'x'"),
+    "due": (in_zero(due=[7]), r"due of a state must be a list of names of weights, got \[7\]"),
+    "due text": (in_zero(due=""), "due of a state must be a list of names of weights, got ''"),
     "steps": (in_zero(steps=-4), "steps of a state must be a number of steps, from 0 to .* got -4"),
     "too many steps": (in_zero(steps=2**63), "from 0 to 2147483644, got 9223372036854775808"),
     "no steps": (in_zero(steps=None), "must be a number of steps, .* got None"),
     "shape of a count": (
-        damaged("step", lambda step: step.expand(3)),
-        r"step of layer.\d must be torch.float32 \[\], got torch.float32 \[3\]",
+        damaged("state.step", lambda step: step.expand(3)),
+        r"state.layer.\d.step in .* must be a plain tensor of 1 elements, got 3 elements",
     ),
     "another step": (in_zero(steps=3), "a state of the same step: rank 0 has 'steps 2' where rank"),
-    "steps alone": (lambda s: s["zero"].update(steps=3), "progress under zero must be as it was"),
-    "averages alone": (lambda s: s["zero"].update(averages=[0.5]), "progress under zero must be"),
+    "steps alone": (lambda s: s["zero"].update(steps=3), "under zero must be as it was saved"),
+    "averages alone": (lambda s: s["zero"].update(averages=[0.5]), "under zero must be as it"),
     "groups": (in_zero(groups=2), "number of param groups: it was saved with 2"),
     "another key": (holds(x=1), "needs what ZeroOptimizer.state_dict.. returned"),
-    "another key of zero": (in_zero(x=1), "progress under zero must be as it was saved"),
+    "another key of zero": (lambda s: s["zero"].update(x=1), "under zero must be as it was saved"),
     "a longer master": (
         damaged("master", lambda t: torch.cat([t, t[:5]])),
-        r"master of layer.\d must be .* start at an element, got .* on, of \d+;",
+        r"master.layer.\d in a state dict must be a plain tensor of \d+ elements, got \d+ elem",
     ),
     "lr nan": (option("lr", float("nan")), "lr of the saved options must be numbers, got nan"),
     "betas nan": (option("betas", (0.9, float("nan"))), "betas of the saved options must be"),
     "mode": (in_zero(mode="x"), "mode of a state must be 'train' or 'eval', got 'x'"),
     "averages": (in_zero(averages=[2.0]), "decay must be a number from 0 up to.* got 2.0"),
     "no averages": (in_zero(averages=None), "averages of a state must be a list of decays"),
-    "no average": (gone("ema(0.75)"), r"must have the averages \['ema\(0.75\)'\], got \[\]"),
-    "short average": (damaged("ema(0.75)", lambda t: t[:-1]), r"ema\(0.75\) of layer.\d must be"),
-    "no exp_avg": (gone("exp_avg"), r"layer.\d must have .*has no exp_avg"),
-    "exp_avg none": (damaged("exp_avg", lambda t: None), "must be a tensor, got a NoneType"),
-    "short": (damaged("exp_avg", lambda t: t[:-1]), r"exp_avg of layer.\d must be .*\[\d+\], got"),
-    "int": (damaged("exp_avg", lambda t: t.int()), r"exp_avg of layer.\d must be torch.float32"),
-    "negative": (damaged("exp_avg_sq", lambda t: t - 1e9), r"exp_avg_sq of layer.\d must not be"),
-    "step": (damaged("step", lambda t: t - 9), r"step of layer.\d must not be negative, got -7"),
-    "nan": (damaged("exp_avg", lambda t: t * torch.nan), r"exp_avg of layer.\d must be numbers"),
-    "no master": (gone("master"), "KeyError: 'master'"),
-    "no start": (gone("start"), "KeyError: 'start'"),
+    "no average": (
+        damaged("state.ema(0.75)", None),
+        r"must have state.layer.\d.ema\(0.75\), and has none",
+    ),
+    "an average less": (
+        lambda s: (kinds(lambda k: k.pop("ema(0.75)"))(s), damaged("state.ema(0.75)", None)(s)),
+        r"must have the averages \['ema\(0.75\)'\], got \[\]",
+    ),
+    "short average": (
+        damaged("state.ema(0.75)", lambda t: t[:-1]),
+        r"state.layer.\d.ema\(0.75\) in a state dict must be a plain tensor of",
+    ),
+    "no exp_avg": (
+        damaged("state.exp_avg", None),
+        r"must have state.layer.\d.exp_avg, and has none",
+    ),
+    "an exp_avg less": (
+        lambda s: (kinds(lambda k: k.pop("exp_avg"))(s), damaged("state.exp_avg", None)(s)),
+        r"layer.\d must have .*has no exp_avg",
+    ),
+    "exp_avg none": (
+        damaged("state.exp_avg", lambda t: None),
+        r"state.layer.\d.exp_avg in .* must be a plain tensor of .* got a NoneType",
+    ),
+    "exp_avg a number": (
+        lambda s: (
+            kinds(lambda k: k.update(exp_avg={"value": "x"}))(s),
+            damaged("state.exp_avg", None)(s),
+        ),
+        r"exp_avg of layer.\d must be a tensor, got a str",
+    ),
+    "short": (
+        damaged("state.exp_avg", lambda t: t[:-1]),
+        r"state.layer.\d.exp_avg in a state dict must be a plain tensor of",
+    ),
+    "int": (damaged("state.exp_avg", lambda t: t.int()), r"exp_avg of layer.\d must be torch.flo"),
+    "negative": (
+        damaged("state.exp_avg_sq", lambda t: t - 1e9),
+        r"exp_avg_sq of layer.\d must not be",
+    ),
+    "step": (damaged("state.step", lambda t: t - 9), r"step of layer.\d must not be neg.* got -7"),
+    "nan": (
+        damaged("state.exp_avg", lambda t: t * torch.nan),
+        r"exp_avg of layer.\d must be numbers",
+    ),
+    "no master": (damaged("master", None), r"must have master.layer.\d, and has none"),
     "master nan": (
         damaged("master", lambda t: t * torch.nan),
         r"master of layer.\d must be finite",
     ),
     "FP16": (damaged("master", lambda t: t.half()), r"master of layer.\d must be torch.float32"),
     "int64": (damaged("master", lambda t: t.long()), r"master of layer.\d must be torch.float32"),
-    "2-D": (damaged("master", lambda t: t.view(1, -1)), r"master of layer.\d must be"),
-    "start": (damaged("start", lambda start: "x"), "start at an element, got .* from 'x'"),
-    "start before": (damaged("start", lambda start: -5), "start at an element, got .* from -5 on"),
+    "no boxes": (boxes(lambda each: []), "must be a plain tensor of 0 elements, got"),
+    "boxes of text": (boxes(lambda each: ["x", *each[1:]]), "TypeError"),
+    "a box before the first element": (
+        boxes(lambda each: [(tuple(o - 5 for o in each[0][0]), each[0][1]), *each[1:]]),
+        r"this rank needs elements of master.layer.\d which the given state has not",
+    ),
     "scale nan": (
         remembered(lambda t: t * torch.nan),
         "layer.0 must be .* scale that is not finite",

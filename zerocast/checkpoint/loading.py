@@ -12,13 +12,14 @@ import torch
 from zerocast.checkpoint.manifest import DAMAGED, read_manifest
 from zerocast.checkpoint.master_holders import listed, ranks_of, trainings_of
 from zerocast.checkpoint.model_part import ModelPart
+from zerocast.checkpoint.parts import fill
 from zerocast.checkpoint.pending import wait_for
 from zerocast.checkpoint.python_values import decode
 from zerocast.checkpoint.runs import identity_of, run_of
-from zerocast.checkpoint.training import Saved, check
 from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.comm.agreement import check_same, raise_together
 from zerocast.errors import InputError, ZerocastError
+from zerocast.optim.training_state import TrainingState, Wanted
 
 
 @dataclass(frozen=True)
@@ -84,51 +85,66 @@ def _load(
 ) -> Loaded:
     """See :func:`load`; ``comm`` are the ranks."""
     wait_for(optimizers)
-    attempt, digest = Attempt(), ""
+    attempt, digest, states = Attempt(), "", list[TrainingState]()
     with attempt:
         manifest = read_manifest(Path(path))
         digest = manifest.digest
         trainings = trainings_of(optimizers, model, group, comm)
         part = ModelPart(model, [each.parameters for each in trainings], comm)
-        saved = Saved(manifest.training, manifest.tensors)
+        said, wanted = manifest.training, Wanted(manifest.tensors)
         is_own = manifest.ranks == comm.size
         with _reading(path):
-            said = saved.said["optimizers"]
-            if len(said) != len(trainings):
+            if len(said["optimizers"]) != len(trainings):
                 raise InputError(
-                    f"as many optimizers must be loaded together as were saved, {len(said)}, got "
-                    f"{len(trainings)}; give a list of all of them."
+                    f"as many optimizers must be loaded together as were saved, "
+                    f"{len(said['optimizers'])}, got {len(trainings)}; give a list of all of them."
                 )
-            numbers = [each["identity"] for each in said]
+            numbers = [each["identity"] for each in said["optimizers"]]
             if manifest.run != run_of(numbers):
                 raise ValueError("its run is another")
-            for i, training in enumerate(trainings):
-                check(training.described, saved.of(i))
-                training.ask(saved.of(i))
-            part.ask(saved, manifest.ranks)
-            saved.want_values(f"value.of_rank.{comm.rank}." if is_own else None)
+            for training, given in zip(trainings, said["optimizers"], strict=True):
+                state = TrainingState(given, [], _kinds(said["state"]), wanted.shares)
+                training.check_load(given, "zerocast.checkpoint.load")
+                training.ask(state, wanted)
+                states.append(state)
+            part.ask(said, wanted, manifest.ranks)
+            values = ["value.options.", "value.extra."]
+            values += [f"value.of_rank.{comm.rank}."] if is_own else []
+            for name in manifest.tensors:
+                if name.startswith(tuple(values)):
+                    wanted.ask_whole(name)
     required = f"every rank must see the same checkpoint at {path}"
     check_same(comm, [digest], required, attempt.error)
     with attempt:
-        from zerocast.checkpoint.dcp_storage import Reader, fill
-
         with _reading(path):
-            fill(Reader(path, manifest), saved.shares)
-            tensors = {name: share.only for name, share in saved.shares.items()}
-            of_rank = decode(saved.said["of_rank"][comm.rank], tensors) if is_own else None
-            steps = max(each["steps"] for each in said)
-            loaded = Loaded(saved.value("extra"), of_rank, steps, manifest.ranks)
-            for i, training in enumerate(trainings):
-                training.prepare(saved.of(i))
-            part.check(saved)
+            fill(Path(path), manifest, wanted.shares)
+            tensors = {name: share.local for name, share in wanted.shares.items()}
+            of_rank = decode(said["of_rank"][comm.rank], tensors) if is_own else None
+            steps = max(each["steps"] for each in said["optimizers"])
+            loaded = Loaded(decode(said["extra"], tensors), of_rank, steps, manifest.ranks)
+            for training, state in zip(trainings, states, strict=True):
+                state.groups = decode(state.said["options"], tensors)
+                training.check(state)
+            part.check(said, wanted.shares)
         place = Path(os.path.realpath(path))
     raise_together(comm, attempt.error)
-    for training, number in zip(trainings, numbers, strict=True):
-        training.restore()
+    for training, state, number in zip(trainings, states, numbers, strict=True):
+        training.restore(state)
         identity_of(training.optimizer).number = number
     identity_of(trainings[0].optimizer).seen[place].add(manifest.saved)
-    part.restore(saved)
+    part.restore(said, wanted.shares)
     return loaded
+
+
+def _kinds(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the kinds of what optimizers keep, with values of Python for those in JSON."""
+    return {
+        name: {
+            key: {"value": decode(kind["value"], {})} if isinstance(kind, dict) else kind
+            for key, kind in kinds.items()
+        }
+        for name, kinds in saved.items()
+    }
 
 
 @contextmanager

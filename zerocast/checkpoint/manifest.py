@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from zerocast.checkpoint.boxes import Box, are_whole
 from zerocast.checkpoint.files import BLOCK, DTYPES, FileInfo, remove_files
 from zerocast.errors import InputError
+from zerocast.optim.boxes import Box, are_whole
 from zerocast.safe_files import MOST_DIMENSIONS, open_regular, read_header, read_text
 
 FORMAT = 2

@@ -1,33 +1,18 @@
 """Finds what holds the masters: ZeroOptimizers, or a model under FSDP2 and its optimizers."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from zerocast.arguments import check_module
 from zerocast.checkpoint.masters import MasterTraining
-from zerocast.checkpoint.zero_training import ZeroTraining
 from zerocast.comm import Communicator, Group, as_communicator
 from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
+from zerocast.optim.training_state import MasterHolder
+from zerocast.optim.zero_training import ZeroTraining
 from zerocast.sharded.placement import reshard
-
-Training: TypeAlias = MasterTraining | ZeroTraining
-"""An optimizer whose state is saved and loaded:
-
-    described, parameters, device   what it says of itself
-                                    (:mod:`zerocast.optim.state_description`), the weights that it
-                                    steps, by name, and where its masters are
-    put(contents)                   adds what this rank saves. Collective; raises ZerocastError on
-                                    every rank where its masters are not those of a whole step
-    ask(saved)                      asks for what this rank needs
-    prepare(saved)                  makes of what was read what ``restore`` continues from; raises
-                                    ZerocastError where it is such as no run has
-    restore()                       continues from what was prepared. Collective; raises
-                                    ZerocastError on every rank where it is such as no run has, and
-                                    then nothing has been changed
-"""
 
 
 def listed(optimizer: Any) -> list[Any]:
@@ -45,7 +30,7 @@ def ranks_of(optimizers: Sequence[Any], group: Group) -> Communicator:
 
 def trainings_of(
     optimizers: Sequence[Any], model: torch.nn.Module | None, group: Group, comm: Communicator
-) -> list[Training]:
+) -> list[MasterHolder]:
     """Return the trainings of optimizers, and of a model's torch optimizers, in the order of their
     weights' names.
 
@@ -75,7 +60,7 @@ def trainings_of(
 
 def _training_of(
     optimizer: object, model: torch.nn.Module | None, group: Group, comm: Communicator
-) -> Training:
+) -> MasterHolder:
     if isinstance(optimizer, ZeroOptimizer):
         if group is not None:
             raise InputError("the ranks are those of the ZeroOptimizer; leave group out.")

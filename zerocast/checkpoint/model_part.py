@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.files import bytes_of
-from zerocast.checkpoint.training import Contents, Saved
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError
 from zerocast.nn.saved_state import WEIGHT_STATE
 from zerocast.nn.stateful_module import StatefulModule
+from zerocast.optim.boxes import Share
+from zerocast.optim.training_state import Wanted
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedTensor
@@ -47,8 +47,8 @@ class ModelPart:
         self.model, self.comm = model, comm
         self._trained = {id(param) for each in trained for param in each.values()}
 
-    def put(self, contents: Contents) -> None:
-        """Add them. Collective."""
+    def put(self, said: dict[str, Any], shares: dict[str, Share]) -> None:
+        """Add them to what the checkpoint says and to its tensors. Collective."""
         with raising_together(self.comm):
             tensors = self._tensors()
             for module, name in self._stateful():
@@ -60,12 +60,12 @@ class ModelPart:
             {name for theirs in everyone for name in theirs.keys() | digests.keys()
              if theirs.get(name) != everyone[0].get(name)}
         )  # fmt: skip
-        contents.said["by_rank"] = differing
+        said["by_rank"] = differing
         for name, tensor in tensors.items():
             place = f"{name}@{self.comm.rank}" if name in differing else name
-            contents.shares[place] = Share.of(tensor)
+            shares[place] = Share.of(tensor)
 
-    def ask(self, saved: Saved, ranks: int) -> None:
+    def ask(self, said: Mapping[str, Any], wanted: Wanted, ranks: int) -> None:
         """Ask for them, as ``ranks`` have saved them.
 
         Raises:
@@ -73,9 +73,9 @@ class ModelPart:
         """
         tensors = self._tensors()
         extra = {f"model.{name}{_EXTRA}" for _, name in self._stateful()}
-        by_rank = set(saved.said["by_rank"])
+        by_rank = set(said["by_rank"])
         names = {
-            name: name.rpartition("@")[0] for name in saved.tensors if name.startswith("model.")
+            name: name.rpartition("@")[0] for name in wanted.tensors if name.startswith("model.")
         }
         given = {base if base in by_rank else name for name, base in names.items()}
         if missing := sorted((tensors.keys() - given) | (given - tensors.keys() - extra)):
@@ -95,35 +95,37 @@ class ModelPart:
         for name in sorted(given):
             place = f"{name}@{self.comm.rank}" if name in differing else name
             if name in tensors:
-                _check_kind(name, tensors[name], saved, place)
-                saved.want(place, Share.of(tensors[name]))
-            elif place in saved.tensors:
-                saved.want_whole(place)
+                _check_kind(name, tensors[name], wanted.saved(place))
+                wanted.ask(place, Share.of(tensors[name]))
+            elif place in wanted.tensors:
+                wanted.ask_whole(place)
 
-    def check(self, saved: Saved) -> None:
+    def check(self, said: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
         """Raise :class:`InputError` where a layer cannot take over its recipe state."""
         for module, name in self._stateful():
-            value = self._found(saved, f"model.{name}{_EXTRA}")
+            value = self._found(said, shares, f"model.{name}{_EXTRA}")
             if value is not None and isinstance(module, StatefulModule):
                 module.checked_extra_state(value)
 
     @torch.no_grad()
-    def restore(self, saved: Saved) -> None:
+    def restore(self, said: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
         """Copy them into the model. What modules of other programs raise is raised as it is."""
         for name, tensor in self._tensors().items():
-            local, value = to_local(tensor), self._found(saved, name)
+            local, value = to_local(tensor), self._found(said, shares, name)
             if value is not None and local.numel():
                 local.copy_(value)
         for module, name in self._stateful():
-            if (value := self._found(saved, f"model.{name}{_EXTRA}")) is not None:
+            if (value := self._found(said, shares, f"model.{name}{_EXTRA}")) is not None:
                 module.set_extra_state(value)
             elif isinstance(module, StatefulModule):
                 module.forget_extra_state()
 
-    def _found(self, saved: Saved, name: str) -> torch.Tensor | None:
+    def _found(
+        self, said: Mapping[str, Any], shares: Mapping[str, Share], name: str
+    ) -> torch.Tensor | None:
         """Return what was read of a tensor; None where the checkpoint has none."""
-        place = f"{name}@{self.comm.rank}" if name in saved.said["by_rank"] else name
-        return saved.shares[place].only if place in saved.shares else None
+        place = f"{name}@{self.comm.rank}" if name in said["by_rank"] else name
+        return shares[place].local if place in shares else None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return buffers and frozen parameters, by name; of quantized ones the stored tensors."""
@@ -153,8 +155,7 @@ class ModelPart:
         return [(m, name) for name, m in modules if type(m).get_extra_state is not none]
 
 
-def _check_kind(name: str, tensor: torch.Tensor, saved: Saved, place: str) -> None:
-    kept = saved.kept(place)
+def _check_kind(name: str, tensor: torch.Tensor, kept: Any) -> None:
     given, needed = (kept.dtype, kept.shape), (tensor.dtype, tuple(tensor.shape))
     if given != needed:
         raise InputError(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 
-from zerocast.checkpoint.boxes import Box
 from zerocast.checkpoint.files import (
     BLOCK,
     DigestingWriter,
@@ -21,9 +18,9 @@ from zerocast.checkpoint.files import (
     sync_directory,
 )
 from zerocast.checkpoint.manifest import KEY, Chunk, Manifest, SavedTensor
-from zerocast.checkpoint.planners import part_of
 from zerocast.checkpoint.writing import Planned, versions
 from zerocast.comm import Attempt, Communicator, raise_together, raising_together
+from zerocast.optim.boxes import Box
 
 
 def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -> None:
@@ -32,15 +29,11 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
     Args:
         device: where collectives take tensors.
     """
-    items: dict[str, list[tuple[int, WriteItem]]] = {}
-    for rank, plan in enumerate(planned.plans):
-        for item in plan.items:
-            items.setdefault(item.index.fqn, []).append((rank, item))
-    described: dict[str, Any] = planned.metadata.state_dict_metadata
-    entries = [
-        FileEntry(name, described[name].properties.dtype, tuple(described[name].size))
-        for name in items
-    ]
+    entries = [FileEntry(name, *kind) for name, kind in planned.kinds.items()]
+    boxes: dict[str, list[list[Box]]] = {e.key: [[] for _ in planned.pieces] for e in entries}
+    for rank, pieces in enumerate(planned.pieces):
+        for name, box in pieces:
+            boxes[name][rank].append(box)
     claim, path = planned.claim, planned.claim.path
     draft = path.with_name(f".{claim.prefix}.draft")
     sizes = [entry.num_bytes for entry in entries]
@@ -53,7 +46,7 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
             info = FileInfo(path.name, start + sum(sizes), start, digests)
             tensors, at = {}, start
             for entry in entries:
-                chunk = Chunk(_whole(entry), info, at)
+                chunk = Chunk(Box((0,) * len(entry.shape), entry.shape), info, at)
                 tensors[entry.key] = SavedTensor(entry.dtype, entry.shape, [chunk])
                 at += entry.num_bytes
             manifest = Manifest(
@@ -74,10 +67,10 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
                 file = opened.enter_context(DigestingWriter(draft))
                 file.skip(len(beginning(["0" * 16] * count)))
         for entry in entries:
-            values = _gather(entry, items[entry.key], planned, comm, device, attempt)
+            values = _gather(entry, boxes[entry.key], planned, comm, device, attempt)
             with attempt:
                 if file is not None:
-                    file.write_tensor(_joined(entry, items[entry.key], values))
+                    file.write_tensor(_joined(entry, boxes[entry.key], values))
             del values
         with attempt:
             if file is not None and attempt.error is None:
@@ -90,7 +83,7 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
 
 def _gather(
     entry: FileEntry,
-    items: list[tuple[int, WriteItem]],
+    boxes: list[list[Box]],
     planned: Planned,
     comm: Communicator,
     device: torch.device,
@@ -99,35 +92,24 @@ def _gather(
     """Return the elements of all pieces, rank by rank. Collective; raises what ``attempt`` kept of
     the tensors before, and where a rank has no memory.
     """
-    counts = [0] * comm.size
-    for rank, item in items:
-        assert item.tensor_data is not None
-        counts[rank] += item.tensor_data.chunk.sizes.numel()
+    counts = [sum(math.prod(box.sizes) for box in own) for own in boxes]
     with attempt:
         values = torch.empty(sum(counts), dtype=entry.dtype, device=device)
         start = sum(counts[: comm.rank])
-        for rank, item in items:
-            if rank == comm.rank:
-                piece = planned.planner.lookup_object(item.index).reshape(-1)
-                values[start : start + piece.numel()].copy_(piece)
-                start += piece.numel()
+        for box in boxes[comm.rank]:
+            piece = planned.shares[entry.key].pieces[box].reshape(-1)
+            values[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
     raise_together(comm, attempt.error)
     comm.all_gather_(values, counts)
     return values
 
 
-def _joined(
-    entry: FileEntry, items: list[tuple[int, WriteItem]], values: torch.Tensor
-) -> torch.Tensor:
+def _joined(entry: FileEntry, boxes: list[list[Box]], values: torch.Tensor) -> torch.Tensor:
     """Return a tensor whole, on the CPU, of what :func:`_gather` returned."""
     whole, start = torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
-    for _, item in sorted(items, key=lambda placed: placed[0]):
-        assert item.tensor_data is not None
-        target = part_of(whole, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
+    for box in (box for own in boxes for box in own):
+        target = box.of(whole)
         target.copy_(values[start : start + target.numel()].view(target.shape))
         start += target.numel()
     return whole
-
-
-def _whole(entry: FileEntry) -> Box:
-    return Box((0,) * len(entry.shape), entry.shape)

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from zerocast.arguments import check_flag
-from zerocast.checkpoint.boxes import Share
 from zerocast.checkpoint.manifest import SUFFIX
 from zerocast.checkpoint.master_holders import listed, ranks_of, trainings_of
 from zerocast.checkpoint.model_part import ModelPart, digest_of
+from zerocast.checkpoint.one_file import write_one_file
 from zerocast.checkpoint.pending import PendingSave, remember, wait_for
 from zerocast.checkpoint.python_values import encode
-from zerocast.checkpoint.training import Contents
+from zerocast.checkpoint.writing import plan_save, write, write_beside
 from zerocast.comm import Attempt, Communicator, Group, announcing, raising_together
 from zerocast.comm.agreement import check_same
 from zerocast.errors import InputError
+from zerocast.optim.boxes import Share
 from zerocast.optim.state_description import check_numbers
+from zerocast.optim.training_state import TrainingState
 
 
 def save(
@@ -111,48 +113,81 @@ def _save(
         place = Path(os.path.realpath(given))  # a thread may write when it leads elsewhere
         trainings = trainings_of(optimizers, model, group, comm)
 
-    contents, attempt, lines = Contents(), Attempt(), list[str]()
+    states = list[TrainingState]()
     for training in trainings:
-        training.put(contents)
+        training.prepare_save("zerocast.checkpoint.save")
+        states.append(training.state())
+    attempt, lines, said, shares, own = Attempt(), list[str](), {}, dict[str, Share](), None
     with attempt:
-        if contents.error is not None:
-            raise contents.error
-        own = _put_values(contents, extra, of_rank, comm.rank)
-        for name, share in contents.shares.items():
+        said = _put_states(states, shares)
+        said["extra"] = _encoded(dict(extra or {}), "value.extra", shares)
+        own = _encoded(dict(of_rank or {}), f"value.of_rank.{comm.rank}", shares)
+        for name, share in shares.items():
             if name.startswith("master."):
                 for piece in share.pieces.values():
                     check_numbers(f"the {name.replace('.', ' of ', 1)}", piece, finite=True)
-        common = {key: value for key, value in contents.said.items() if key != "state"}
-        lines = [f"{key} {json.dumps(value)}" for key, value in common.items()]
-        lines = [f"path {given}", f"{asynchronous=}", f"{replace=}", *lines]
+        common = {key: value for key, value in said.items() if key != "state"}
+        lines = [f"path {given}", f"{asynchronous=}", f"{replace=}"]
+        lines += [f"{key} {json.dumps(value)}" for key, value in common.items()]
         lines += [
-            f"{name} {digest_of(share.only)}"
-            for name, share in contents.shares.items()
+            f"{name} {digest_of(share.local)}"
+            for name, share in shares.items()
             if name.startswith("value.extra")
         ]
     check_same(comm, lines, "every rank must save the same", attempt.error)
-    ModelPart(model, [each.parameters for each in trainings], comm).put(contents)
+    ModelPart(model, [each.parameters for each in trainings], comm).put(said, shares)
 
-    from zerocast.checkpoint import one_file, writing  # DCP takes a second to import
-
-    planned = writing.plan_save(
-        place, contents, own, [each.optimizer for each in trainings], comm, replace=replace
+    planned = plan_save(
+        place, said, shares, own, [each.optimizer for each in trainings], comm, replace=replace
     )
     if is_file:
-        one_file.write_one_file(planned, comm, trainings[0].device)
+        write_one_file(planned, comm, trainings[0].device)
     elif asynchronous:
-        pending = writing.write_beside(planned, comm)
+        pending = write_beside(planned, comm)
         remember(optimizers, pending)
         return pending
     else:
-        writing.write(planned, comm)
+        write(planned, comm)
     return None
 
 
-def _put_values(contents: Contents, extra: Any, of_rank: Any, rank: int) -> Any:
-    """Add a user's values; return those of this rank, in JSON."""
-    contents.said["extra"] = contents.encoded("extra", dict(extra or {}))
+def _put_states(states: Sequence[TrainingState], shares: dict[str, Share]) -> dict[str, Any]:
+    """Return in JSON what the states of all optimizers say; put their tensors into ``shares``.
+
+    ``optimizers`` is what each says, with its options, and ``state`` by weight and key the kinds of
+    what optimizers keep, of the weights that this rank holds.
+    """
+    said: dict[str, Any] = {"optimizers": [], "state": {}}
+    for i, each in enumerate(states):
+        shares |= each.shares
+        given = _encoded(each.groups, f"value.options.{i}", shares)
+        said["optimizers"].append({**each.said, "options": given})
+        for name, kinds in each.kinds.items():
+            said["state"][name] = {
+                key: {"value": _encoded_state(name, key, kind["value"])}
+                if isinstance(kind, dict)
+                else kind
+                for key, kind in kinds.items()
+            }
+    return said
+
+
+def _encoded(value: Any, name: str, shares: dict[str, Share]) -> Any:
+    """Return values of Python and tensors in JSON; put the tensors into ``shares``."""
     tensors: dict[str, torch.Tensor] = {}
-    own = encode(dict(of_rank or {}), f"value.of_rank.{rank}", tensors)
-    contents.shares |= {name: Share.of(tensor) for name, tensor in tensors.items()}
-    return own
+    made = encode(value, name, tensors)
+    shares |= {key: Share.of(tensor) for key, tensor in tensors.items()}
+    return made
+
+
+def _encoded_state(name: str, key: str, value: Any) -> Any:
+    """Return in JSON what an optimizer keeps of a weight and is no tensor."""
+    inside: dict[str, torch.Tensor] = {}
+    made = encode(value, f"state.{name}.{key}", inside)
+    if inside:
+        raise InputError(
+            f"what an optimizer keeps of a weight must be tensors, numbers or text, got tensors in "
+            f"a {type(value).__name__} under {key!r} of {name}, which loading would miss; keep "
+            f"each tensor under a key of its own."
+        )
+    return made

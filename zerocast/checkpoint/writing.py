@@ -1,13 +1,12 @@
-"""Divides the writing of a checkpoint among ranks, and writes it through DCP: at once, or beside
-the training.
+"""Divides the writing of a checkpoint among ranks, and writes it: at once, or beside the training.
 
-Beside the training the threads of different ranks tell each other what they have written by small
-files in the directory itself, since collectives belong to the training. Rank 0 puts the manifest in
-place when all ranks have told it; a rank that fails says so there, and each rank's next call
-raises.
+Beside the training the threads of different ranks say what they have written in small files in the
+directory itself, since collectives belong to the training. Rank 0 puts the manifest in place when
+all ranks have said it; a rank that fails says so there, and each rank's next call raises.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,23 +14,23 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
-from zerocast.checkpoint.dcp_storage import Place, Writer
 from zerocast.checkpoint.files import DTYPES, FileInfo, write_file
+from zerocast.checkpoint.manifest import Chunk, SavedTensor
+from zerocast.checkpoint.parts import DirectorySave, Part, entry_of, write_part
 from zerocast.checkpoint.pending import PendingSave
-from zerocast.checkpoint.planners import SharePlanner
 from zerocast.checkpoint.runs import Claim, identity_of, run_of
-from zerocast.checkpoint.training import Contents
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.numerics import NUMERICS_VERSION
+from zerocast.optim.boxes import Box, Share, are_whole
 from zerocast.safe_files import read_text
+
+TensorPiece: TypeAlias = tuple[str, Box]
+"""A tensor's name, and the elements of it that one rank writes."""
 
 
 @dataclass
@@ -41,22 +40,22 @@ class Planned:
     Attributes:
         claim: the save, its run, and the place that it replaces.
         said: what the checkpoint says beside its tensors.
-        plans: the pieces that each rank writes, by rank; a piece that several ranks have is written
-            by one.
-        metadata: DCP's, of all tensors.
-        planner: has this rank's pieces.
+        kinds: the dtype and shape of every tensor.
+        pieces: those that each rank writes, by rank; one that several ranks have is written by one.
+        shares: what this rank has of each tensor.
     """
 
     claim: Claim
     said: dict[str, Any]
-    plans: list[SavePlan]
-    metadata: Metadata
-    planner: SharePlanner
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    pieces: list[list[TensorPiece]]
+    shares: dict[str, Share]
 
 
 def plan_save(
     path: Path,
-    contents: Contents,
+    said: dict[str, Any],
+    shares: dict[str, Share],
     of_rank: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     comm: Communicator,
@@ -64,32 +63,66 @@ def plan_save(
     replace: bool,
 ) -> Planned:
     """Work out who writes what, and as which save of which run. Collective."""
-    planner, identities = SharePlanner(contents.shares), [identity_of(each) for each in optimizers]
+    identities = [identity_of(each) for each in optimizers]
     claim = Claim(path, replace=replace, seen=identities[0].seen[path])
     head = claim.saved, [each.number for each in identities]
-    told = head, contents.said["state"], of_rank, planner.create_local_plan()
-    heads, states, of_ranks, locals_ = map(list, zip(*comm.all_gather_object(told), strict=True))
+    held = [(name, share.dtype, share.shape, list(share.pieces)) for name, share in shares.items()]
+    heads, states, of_ranks, everyone = zip(
+        *comm.all_gather_object((head, said["state"], of_rank, held)), strict=True
+    )
     claim.saved, numbers = heads[0]
     claim.run = run_of(numbers)
-    for identity, number, said in zip(
-        identities, numbers, contents.said["optimizers"], strict=True
-    ):
-        identity.number = said["identity"] = number
+    for identity, number, optimizer in zip(identities, numbers, said["optimizers"], strict=True):
+        identity.number = optimizer["identity"] = number
     state: dict[str, dict[str, Any]] = {}
     for by_name in states:
         for name, kinds in by_name.items():
             state.setdefault(name, {}).update(kinds)
-    with raising_together(comm):  # whether the pieces of all ranks are every tensor once
-        plans, metadata = planner.create_global_plan(locals_)
-        for name, each in metadata.state_dict_metadata.items():
-            assert isinstance(each, TensorStorageMetadata)
-            if (dtype := each.properties.dtype) not in DTYPES:
+    common = {**said, "state": state, "of_rank": list(of_ranks)}
+    with raising_together(comm):
+        kinds, pieces = _divided(everyone)
+    return Planned(claim, common, kinds, pieces, shares)
+
+
+def _divided(everyone: Sequence[Any]) -> tuple[dict[str, Any], list[list[TensorPiece]]]:
+    """Return the kinds of tensors, and the pieces that each rank writes: about equally much.
+
+    Args:
+        everyone: by rank what it has of each tensor: name, dtype, shape, boxes.
+
+    Raises:
+        InputError: where the pieces of all ranks are not every tensor once, or one has a dtype that
+            cannot be saved.
+    """
+    kinds: dict[str, Any] = {}
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for rank, held in enumerate(everyone):
+        for name, dtype, shape, boxes in held:
+            if dtype not in DTYPES:
                 raise InputError(
                     f"{name} must be of a dtype that safetensors names, got {dtype}; convert it, "
                     f"or save its .view(torch.uint8)."
                 )
-    common = {**contents.said, "state": state, "of_rank": of_ranks}
-    return Planned(claim, common, plans, metadata, planner)
+            if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
+                raise InputError(
+                    f"{name} must be one tensor on every rank, and is {kinds[name]} on one and "
+                    f"{(dtype, shape)} on rank {rank}; save the same training on all."
+                )
+            for box in boxes:
+                holders.setdefault(name, {}).setdefault(box, []).append(rank)
+    loads, pieces = [0] * len(everyone), [list[TensorPiece]() for _ in everyone]
+    for name, (dtype, shape) in kinds.items():
+        boxes = holders.get(name, {})
+        if not are_whole(shape, list(boxes)):
+            raise InputError(
+                f"the ranks must have each element of {name} {list(shape)} once, and have "
+                f"{[tuple(box) for box in boxes]}; save with all ranks of its mesh."
+            )
+        for box, ranks in boxes.items():
+            rank = min(ranks, key=loads.__getitem__)
+            loads[rank] += math.prod(box.sizes) * dtype.itemsize
+            pieces[rank].append((name, box))
+    return kinds, pieces
 
 
 def versions() -> dict[str, Any]:
@@ -103,73 +136,94 @@ def versions() -> dict[str, Any]:
 
 def write(planned: Planned, comm: Communicator) -> None:
     """Write a directory. Collective."""
-    writer, plan = _writer(planned, comm)
-    with writer.removing_files() if comm.rank == 0 else nullcontext():
+    save = _begun(planned, comm)
+    with save.removing_files() if comm.rank == 0 else nullcontext():
         with raising_together(comm):
-            results = writer.write(plan, planned.planner)
-        everyone = comm.all_gather_object(results)
+            own = _write_own(planned, save, comm.rank)
+        parts = comm.all_gather_object(own)
         with raising_together(comm):
             if comm.rank == 0:
-                writer.finish(planned.metadata, everyone)
+                save.end(comm.size, _tensors(planned, parts))
 
 
 def write_beside(planned: Planned, comm: Communicator) -> PendingSave:
     """Copy this rank's part, and let a thread write it; rank 0's ends the checkpoint. Collective,
     until this returns.
     """
-    writer, plan = _writer(planned, comm)
-    planner = planned.planner
-    written = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
+    save = _begun(planned, comm)
     with raising_together(comm):  # where one has no memory for it
-        planner.shares = {
-            name: share.copied(box for box in share.pieces if (name, box.offsets) in written)
-            for name, share in planner.shares.items()
-        }
+        planned.shares = _copied(planned.shares, planned.pieces[comm.rank])
 
     def write_own() -> None:
-        _tell(_note(planned.claim, comm.rank), lambda: writer.write(plan, planner))
+        _say(_note(planned.claim, comm.rank), lambda: _write_own(planned, save, comm.rank))
 
     def finish(is_futile: threading.Event) -> None:
         if comm.rank == 0:
-            with writer.removing_files():
-                writer.finish(planned.metadata, _hear(planned.claim, comm, is_futile))
+            with save.removing_files():
+                save.end(comm.size, _tensors(planned, _said(planned.claim, comm, is_futile)))
 
     return PendingSave(planned.claim.path, comm, write_own, finish)
 
 
-def _writer(planned: Planned, comm: Communicator) -> tuple[Writer, SavePlan]:
-    """Return what writes, and this rank's plan, with the directory made. Collective."""
-    writer = Writer(planned.claim.path, planned.said, versions(), claim=planned.claim)
+def _begun(planned: Planned, comm: Communicator) -> DirectorySave:
+    """Return the save, with the directory made. Collective."""
+    save = DirectorySave(planned.claim, versions(), planned.said)
     with raising_together(comm):
-        writer.set_up_storage_writer(comm.rank == 0)
-        writer.prepare_local_plan(planned.plans[comm.rank])
-    return writer, writer.prepare_global_plan(planned.plans)[comm.rank]
+        if comm.rank == 0:
+            save.begin()
+    return save
+
+
+def _copied(shares: dict[str, Share], pieces: Sequence[TensorPiece]) -> dict[str, Share]:
+    """Return shares that have copies of these pieces, on the CPU."""
+    found: dict[str, Share] = {}
+    for name, box in pieces:
+        copy = shares[name].pieces[box].detach().to("cpu", copy=True)
+        found.setdefault(name, Share(shares[name].shape, {}, copy)).pieces[box] = copy
+    return found
+
+
+def _write_own(planned: Planned, save: DirectorySave, rank: int) -> Part:
+    """Write this rank's part."""
+    pieces, kinds = planned.pieces[rank], planned.kinds
+    entries = [entry_of(name, *kinds[name], box) for name, box in pieces]
+    values = (planned.shares[name].pieces[box] for name, box in pieces)
+    return write_part(save.part(rank), entries, values)
+
+
+def _tensors(planned: Planned, parts: Sequence[Part]) -> dict[str, SavedTensor]:
+    """Return where the ranks have written every tensor."""
+    tensors = {name: SavedTensor(*kind, []) for name, kind in planned.kinds.items()}
+    for pieces, part in zip(planned.pieces, parts, strict=True):
+        for (name, box), start in zip(pieces, part.starts, strict=True):
+            assert part.file is not None
+            tensors[name].chunks.append(Chunk(box, part.file, start))
+    return tensors
 
 
 # --- messages between threads ---
 
 
-def _tell(note: Path, write: Callable[[], list[WriteResult]]) -> None:
-    """Write this rank's part, and tell rank 0 what it has written, or why it has not."""
+def _say(note: Path, write: Callable[[], Part]) -> None:
+    """Write this rank's part, and say to rank 0 what has been written, or why it has not."""
     try:
-        results = write()
+        part = write()
     except Exception as error:
         with suppress(OSError):  # where nothing can be written, the next call raises
             _put_note(note, {"error": f"{type(error).__name__}: {error}"})
         raise
-    places = [[r.index.fqn, list(r.index.offset or ()), r.storage_data.start] for r in results]
-    file = asdict(results[0].storage_data.file) if results else None
-    _put_note(note, {"file": file, "places": places})
+    file = None if part.file is None else asdict(part.file)
+    _put_note(note, {"file": file, "starts": part.starts})
 
 
-def _hear(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[list[WriteResult]]:
-    """Return what all ranks have written, once they have told it.
+def _said(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[Part]:
+    """Return what all ranks have written, once they have said it.
 
     Raises:
-        ZerocastError: where one has failed, or does not tell it within the communicator's timeout;
+        ZerocastError: where one has failed, or does not say it within the communicator's timeout;
             or where ``is_futile`` is set.
     """
-    end, everyone, failed = time.monotonic() + comm.timeout, [], list[str]()
+    end, parts, failed = time.monotonic() + comm.timeout, list[Part](), list[str]()
     for rank in range(comm.size):
         note, pause = _note(claim, rank), 0.001
         while not note.exists():
@@ -184,15 +238,10 @@ def _hear(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[
         if "error" in said:
             failed.append(f"rank {rank} could not write its part: {said['error']}.")
             continue
-        everyone.append(
-            [
-                WriteResult(MetadataIndex(name, at), 0, Place(FileInfo(**said["file"]), start))
-                for name, at, start in said["places"]
-            ]
-        )
+        parts.append(Part(said["file"] and FileInfo(**said["file"]), said["starts"]))
     if failed:  # and no rank is writing any more
         raise ZerocastError(" ".join(failed))
-    return everyone
+    return parts
 
 
 def _note(claim: Claim, rank: int) -> Path:

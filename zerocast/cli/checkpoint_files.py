@@ -19,8 +19,8 @@ from typing import IO, Any
 import torch
 
 from zerocast.arguments import why_no_memory
-from zerocast.checkpoint.boxes import Box, are_whole
 from zerocast.errors import InputError
+from zerocast.optim.boxes import Box, are_whole
 from zerocast.safe_files import open_regular
 
 NamedTensor = tuple[str, torch.Tensor | None]

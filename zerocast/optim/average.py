@@ -5,9 +5,8 @@ moves it. So it is kept in FP32 beside the masters, of this rank's elements only
 when it is used.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -96,15 +95,6 @@ class Average(Uncopied):
     def key(self) -> str:
         """The name of the average in a weight's entry of a state dict."""
         return average_key(self.decay)
-
-    def load(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Take its elements out of the entries of a state dict, by place; where the state has no
-        such average, begin at the masters as they are.
-        """
-        self._columns.copy_(self._shards.masters)
-        for i, state in states.items():
-            if self.key in state:
-                self.shard(i).copy_(state.pop(self.key))
 
     def shard(self, index: int) -> torch.Tensor:
         """Return this rank's elements of one weight's average: FP32, flat, a view."""

@@ -1,10 +1,10 @@
-"""ShardedOptimizer: reads, averages, saves and loads the masters of a ZeroOptimizer between steps.
+"""ShardedOptimizer: reads and averages the masters of a ZeroOptimizer between steps.
 
-The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`.
+The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`; how its state is
+saved and loaded, in :mod:`zerocast.optim.zero_training`.
 """
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import UnsupportedError
 from zerocast.layout import Extent
 from zerocast.optim.average import Average, check_decay
-from zerocast.optim.checkpoint import StateDict, common_lines, read, restore, save
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.inner import InnerOptimizer, has_modes
 from zerocast.optim.matrix_owners import MatrixOwners
@@ -141,73 +140,6 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
             average = Average(decay, self._shards, self._publication, self._progress)
             self._averages[decay] = average
         return self._averages[decay]
-
-    # --- saving and loading ---
-
-    def state_dict(self) -> StateDict:
-        """Return this rank's share of the state: masters, inner state, averages, options.
-        :func:`zerocast.checkpoint.save` saves the shares of all ranks together; ``torch.save``
-        saves one rank's, in one file for each rank.
-
-        The tensors are the optimizer's own and change with its next step, as in torch. Those of
-        other ranks have the same names and other values; ``torch.distributed.checkpoint`` would
-        take them for copies, and is refused when it is given a state dict.
-
-        Raises:
-            UnfinishedStepError: where a step was left unfinished.
-            UnsupportedError: where torch.distributed.checkpoint calls this, which would keep one
-                rank's share alone.
-        """
-        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            raise UnsupportedError(
-                "get_optimizer_state_dict takes tensors to be whole or DTensors, and every rank of "
-                "a ZeroOptimizer holds other elements; call zerocast.checkpoint.save, or let every "
-                "rank save what its optimizer.state_dict() returns in a separate file."
-            )
-        if (error := self._progress.unfinished_error("state_dict")) is not None:
-            raise error
-        if self._progress.writes.look():
-            self._progress.writes.take()
-        self._inner.exchange_options(self.param_groups)
-        averages, steps = self._averages.values(), self._progress.steps
-        return save(self._shards, self._inner, self.param_groups, averages, steps)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: StateDict | Sequence[StateDict]) -> None:
-        """Continue bit for bit from a saved state, and cast the weights from it. Collective.
-
-        It replaces whatever was written into the weights before. Averages (:meth:`ema`) are those
-        of the state; one that the state does not have begins at the loaded masters.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned on this rank of as many ranks; or, on any
-                number of ranks, the sequence of what it returned on all, which is divided again.
-
-        Raises:
-            InputError: on every rank, where it does not fit on any; nothing has been changed.
-            RankMismatchError: on every rank, where ranks give states of different steps or options.
-        """
-        attempt, lines = Attempt(), list[str]()
-        saved, entries, whole = StateDict(), dict[int, StateDict](), dict[int, StateDict]()
-        with attempt:
-            error = self._progress.averages_error("load_state_dict")
-            if error := error or self._shards.moved_weight():
-                raise error
-            saved, entries, whole = read(state_dict, self._shards, self._inner)
-            lines = common_lines(saved)
-        required = "every rank must load a state of the same step"
-        check_same(self.comm, lines, required, attempt.error)
-        with self._progress.changing():
-            for decay in saved["zero"]["averages"]:
-                self._average(decay)
-            averages = self._averages.values()
-            groups = self.param_groups
-            restore(saved, entries, whole, self._shards, self._inner, groups, averages)
-            if self._owners:
-                self._owners.fetch_masters()
-            self._publication.run(due=saved["zero"]["due"])
-            self._progress.steps = saved["zero"]["steps"]
-        self._gradients.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse another group once the optimizer is made: its buffers are divided over ranks.

@@ -1,17 +1,18 @@
 """Describes a saved training state, and checks which optimizer may load it.
 
-A training state is the masters, the recipe state and the state of the inner optimizer. It continues
-a run bit for bit only in an optimizer that computes the same from it. So every saved state, whoever
-wrote it (a ZeroOptimizer's state dict, :mod:`zerocast.checkpoint`) and whoever loads it (a
-ZeroOptimizer, or masters under FSDP2), describes its optimizer in the same words, and is compared
-by the same checks before anything is changed::
+A state (:mod:`zerocast.optim.training_state`) continues a run bit for bit only in an optimizer that
+computes the same from it. So every state says of its optimizer and its progress, in JSON values::
 
-    format      of this description
+    format      of what a state says
     numerics    the version of the arithmetic (:data:`zerocast.numerics.NUMERICS_VERSION`)
     optimizer   the class of the inner optimizer, with its module
     groups      the number of param groups
     weights     of each: name, shape, place of its group, recipe (of a quantized one), dtype (None
                 where it is not known yet) and the names of those that share its tensor amax
+    steps       that were made; 0 where they are not counted
+    mode        of an optimizer that has modes
+    averages    the decays of averages, which are state under ``ema(DECAY)``
+    due         the weights whose recipe state is before the cast of these masters, and not after
 """
 
 import copy
@@ -21,15 +22,15 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError, NonFiniteError
-from zerocast.numerics import NUMERICS_VERSION
 from zerocast.optim.average import check_decay
 from zerocast.optim.elementwise import undisturbed
 from zerocast.optim.inner import has_modes
 from zerocast.optim.param_groups import options
 from zerocast.optim.progress import LARGEST_STEP
-from zerocast.recipes import Recipe, recipe_to_values
 
-FORMAT = 1
+FORMAT = 2
+
+PROGRESS = "steps", "mode", "averages", "due"
 
 Description = dict[str, Any]
 """The description that the module's docstring lists, as JSON values."""
@@ -40,68 +41,37 @@ _NEVER_NEGATIVE = {
 """State of torch's optimizers that is a count or a sum of squares or magnitudes."""
 
 
-def describe_weight(
-    name: str,
-    shape: Sequence[int],
-    group: int,
-    recipe: Recipe | None,
-    dtype: torch.dtype | None,
-    shares_amax: Sequence[str] = (),
-) -> Description:
-    """Return what a state says of one weight."""
-    return {
-        "name": name,
-        "shape": list(shape),
-        "group": group,
-        "recipe": None if recipe is None else recipe_to_values(recipe),
-        "dtype": None if dtype is None else str(dtype),
-        "shares_amax": sorted(shares_amax),
-    }
-
-
-def describe(
-    optimizer: torch.optim.Optimizer, groups: int, weights: Sequence[Description]
-) -> Description:
-    """Return what a state says of its optimizer, the wrapped one."""
-    return {
-        "format": FORMAT,
-        "numerics": NUMERICS_VERSION,
-        "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        "groups": groups,
-        "weights": list(weights),
-    }
+def check_format(given: Mapping[str, Any]) -> None:
+    """Raise :class:`InputError` unless a state that says ``given`` is of this format."""
+    if given.get("format") != FORMAT:
+        raise InputError(
+            f"a state must be of format {FORMAT}, got {given.get('format')!r}; load it by the "
+            "version of zerocast that saved it."
+        )
 
 
 def check_described(given: Mapping[str, Any], this: Description) -> None:
     """Raise :class:`InputError` unless a state that says ``given`` continues in an optimizer that
     says ``this`` of itself; the message names what differs, and both sides.
     """
-    if given.get("format") != FORMAT:
-        raise InputError(
-            f"a state must be of format {FORMAT}, got {given.get('format')!r}; load it by the "
-            "version of zerocast that saved it."
-        )
+    check_format(given)
     for what, label in (
         ("numerics", "version of the numerics"),
         ("optimizer", "optimizer"),
         ("groups", "number of param groups"),
     ):
-        _check_equal(label, given[what], this[what])
-    theirs, ours = given["weights"], this["weights"]
-    names, own_names = [each["name"] for each in theirs], [each["name"] for each in ours]
-    if alone := sorted({*names} ^ {*own_names}):
-        has, lacks = ("it", "this one") if alone[0] in names else ("this one", "it")
+        check_equal(label, given[what], this[what])
+    theirs, ours = (
+        {weight["name"]: weight for weight in each["weights"]} for each in (given, this)
+    )
+    if alone := sorted(theirs.keys() ^ ours.keys()):
+        has, lacks = ("it", "this one") if alone[0] in theirs else ("this one", "it")
         raise InputError(
             f"a state must be loaded into an optimizer of the same weights: {has} has "
             f"{alone[0]!r}, and {lacks} has not."
         )
-    for name, other in zip(names, own_names, strict=True):
-        if name != other:
-            raise InputError(
-                f"a state must be loaded into an optimizer of the same weights in the same order: "
-                f"it has {name!r} where this one has {other!r}."
-            )
-    for weight, present in zip(theirs, ours, strict=True):
+    for name, present in ours.items():
+        weight = theirs[name]
         for what in present:
             if what == "dtype" and None in (weight[what], present[what]):
                 continue
@@ -109,13 +79,9 @@ def check_described(given: Mapping[str, Any], this: Description) -> None:
             if isinstance(saved, dict) and isinstance(own, dict):  # recipes: say what differs
                 saved = {k: v for k, v in weight[what].items() if own.get(k) != v}
                 own = {k: v for k, v in present[what].items() if weight[what].get(k) != v}
-            _check_equal(f"{what} of {present['name']}", saved, own)
-    _check_progress(given)
-
-
-def _check_progress(given: Mapping[str, Any]) -> None:
-    """Raise :class:`InputError` unless the steps, mode and averages in ``given`` can be."""
-    steps, mode, averages = (given.get(key) for key in ("steps", "mode", "averages"))
+            check_equal(f"{what} of {name}", saved, own)
+    steps, mode, averages, due = (given.get(key) for key in PROGRESS)
+    are_names = isinstance(due, list) and all(name in ours for name in due)
     for what, required, value, is_right in (
         (
             "steps",
@@ -125,6 +91,7 @@ def _check_progress(given: Mapping[str, Any]) -> None:
         ),
         ("mode", "'train' or 'eval'", mode, mode in ("train", "eval")),
         ("averages", "a list of decays", averages, isinstance(averages, list)),
+        ("due", "a list of names of weights", due, are_names),
     ):
         if not is_right:
             raise InputError(
@@ -258,7 +225,8 @@ def _kept(kind: Any, given: Mapping[str, Any], values: torch.Tensor) -> dict[str
     }
 
 
-def _check_equal(what: str, saved: object, own: object) -> None:
+def check_equal(what: str, saved: object, own: object) -> None:
+    """Raise :class:`InputError` unless a state has the same of ``what`` as this optimizer."""
     if saved != own:
         raise InputError(
             f"a state must be loaded into an optimizer of the same {what}: it was saved with "

@@ -25,14 +25,13 @@ state stays. Weights become views of the optimizer's buffers, so a model is move
 Note: a step that fails
 ~~~~~~~~~~~~~~~~~~~~~~~
 A step that fails up to the phase ``reduce_scatter`` has changed nothing. Later it leaves masters
-and weights of different steps, perhaps on some ranks only: saving and stepping are then refused
-until :meth:`ZeroOptimizer.load_state_dict`. See :mod:`zerocast.optim.progress`.
+and weights of different steps: saving and stepping are then refused until
+:meth:`ZeroOptimizer.load_state_dict`. See :mod:`zerocast.optim.progress`.
 
 Note: the state of recipes
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Delayed scaling keeps a history of amaxes, stochastic rounding a count of draws; both belong to the
-weight. A step advances them once, a skipped step does not, and state dicts carry them. Making an
-optimizer and loading a state repeat the weight's latest cast, so its state stays as it was.
+Delayed scaling keeps a history of amaxes, stochastic rounding a count of draws. A step advances
+them once. Making an optimizer and loading a state repeat the latest cast, so it stays as it was.
 """
 
 import math
@@ -56,19 +55,18 @@ from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.param_groups import Param, options, trainable_groups
 from zerocast.optim.progress import Progress
 from zerocast.optim.publication import Publication
-from zerocast.optim.sharded_optimizer import ShardedOptimizer
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import check_same_optimizer, collect_weights
+from zerocast.optim.zero_training import SavedOptimizer
 from zerocast.tensors.pipeline import CastPipeline
 from zerocast.tensors.untraced import untraced
 
 
-class ZeroOptimizer(ShardedOptimizer):
+class ZeroOptimizer(SavedOptimizer):
     """A torch optimizer whose FP32 masters and state are sharded over ranks.
 
     :meth:`step` sends every rank its shards of the gradients and takes their mean, steps the inner
-    optimizer on this rank's masters, casts them into this rank's range of the weights, and
-    all-gathers.
+    optimizer on this rank's masters, casts them into its range of the weights, and all-gathers.
     ``param_groups`` drive the inner optimizer, so learning rate schedulers work, and so does
     ``torch.amp.GradScaler``: an overflow on one rank skips the step on all. For that the last
     group ends in one more parameter, which has no elements.
@@ -83,8 +81,8 @@ class ZeroOptimizer(ShardedOptimizer):
     at the step; or with ``overlap_grad_reduce`` in FP32 and in shards, one exchange a backward
     pass. Their sum is taken in FP32 in the order of the ranks, so it has the same bits on every
     transport. A weight for which no rank has a gradient is left out of the step. Beside masters and
-    state a rank holds gradients in 4 / ranks bytes an element, and the buffers in which they
-    travel: of all weights, but at most two of 32 MiB, or two buckets with ``overlap_grad_reduce``.
+    state a rank holds gradients in 4 / ranks bytes an element, and buffers in which they travel: at
+    most two of 32 MiB, or two buckets with ``overlap_grad_reduce``.
 
     Args:
         params: ``model.named_parameters()``, or param groups of such (name, parameter) pairs, or of
@@ -93,10 +91,9 @@ class ZeroOptimizer(ShardedOptimizer):
             weights, and plain BF16, FP16 or FP32 ones, all on one device. A tied weight counts
             once; parameters that do not require a gradient are left out. Stochastic rounding draws
             by the name of a weight, and without one by its place in the groups.
-        optimizer_class: an element-wise optimizer: any class that updates each element from that
-            element alone and keeps FP32 state. It is tried on small tensors, in pieces, and
-            refused where it does not (:mod:`zerocast.optim.elementwise`). With ``shard="matrix"``
-            any class that updates each tensor from that tensor alone.
+        optimizer_class: any class that updates each element from that element alone and keeps FP32
+            state; with ``shard="matrix"`` each tensor from that tensor alone. It is tried on small
+            tensors and refused where it does not (:mod:`zerocast.optim.elementwise`).
         group: the ranks, as for :class:`zerocast.CastPlan`.
         overlap_all_gather: whether a step returns while codes are on their way. Each quantized
             weight is waited for when it is first used, layer by layer in the next forward; plain
@@ -119,12 +116,10 @@ class ZeroOptimizer(ShardedOptimizer):
         verify: as for :class:`zerocast.CastPlan`: "hash" or "full" compares quantized weights after
             each step; with ``overlap_all_gather`` when all are waited for, at the latest before the
             next step changes anything. A step that finds a fault leaves masters and state whole.
-            Frozen parameters in ``params`` are compared, too, and when the optimizer is made.
+            Frozen parameters in ``params`` are compared, too.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
-        comm: the ranks.
-        inner: the wrapped optimizer; its parameters are this rank's masters.
         on_phase: called with the name of every phase of a step, returns a context in which the
             phase runs. For timers.
 
@@ -264,7 +259,7 @@ class ZeroOptimizer(ShardedOptimizer):
         return loss
 
     def _check_mode(self) -> None:
-        """Refuse a step in another mode. All ranks are in one, for changing it is collective."""
+        """Refuse a step in another mode."""
         if (error := self._progress.averages_error("a step")) is not None:
             raise error
         if self._inner.mode != "train":
@@ -283,11 +278,10 @@ class ZeroOptimizer(ShardedOptimizer):
         self._publication.verify()
 
     def _reduce_gradients(self) -> None:
-        error = self._user_code.error
         if self._gradients.kept:
-            self._progress.reuse(self._gradients, error)
+            self._progress.reuse(self._gradients, self._user_code.error)
         else:
-            self._reduce(error)
+            self._reduce(self._user_code.error)
         grad_scale = getattr(self, "grad_scale", None)  # set by a GradScaler that did not unscale
         if grad_scale is not None:
             self._gradients.scale_(1 / grad_scale)
@@ -324,11 +318,10 @@ class ZeroOptimizer(ShardedOptimizer):
         """Scale the mean gradients so that their norm over all weights is at most ``max_norm``.
 
         Collective; call it after the last backward pass of a step (and a GradScaler's ``unscale_``)
-        in place of ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only,
-        and which the optimizer cannot tell from gradients that the caller scaled. (With one rank,
-        or under DistributedDataParallel, whose gradients are equal, torch's is right.) It reduces
-        the gradients and the following :meth:`step` uses them; ``.grad`` itself stays as it is, and
-        a step that finds another is refused.
+        in place of ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only.
+        (With one rank, or under DistributedDataParallel, whose gradients are equal, torch's is
+        right.) It reduces the gradients and the following :meth:`step` uses them; ``.grad`` itself
+        stays as it is, and a step that finds another is refused.
 
         Args:
             norm_type: any positive order, ``math.inf`` included.

@@ -9,8 +9,8 @@ ranks, or as a DTensor, has other boxes, and what they have in common is a box a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,24 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def common(self, other: Box) -> Box | None:
+        """Return the elements that both have; None where there are none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = [min(o + s, p + t) for o, s, p, t in zip(*self, *other, strict=True)]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def inside(self, outer: Box) -> Box:
+        """Return the same elements, counted from the first of ``outer``."""
+        offsets = zip(self.offsets, outer.offsets, strict=True)
+        return Box(tuple(own - first for own, first in offsets), self.sizes)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return these elements of a tensor, a view."""
+        for dim, (start, size) in enumerate(zip(*self, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
 
 @dataclass
 class Share:
@@ -32,59 +50,58 @@ class Share:
 
     Attributes:
         shape: the shape of the whole tensor.
-        dtype: the dtype of its elements.
         pieces: tensors of the sizes of boxes, by box; none where this rank has no element.
-        flat: of :meth:`like` and :meth:`of_range` the tensor that the pieces are views of, in
-            order.
+        local: the tensor that the pieces are views of, in their order.
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: dict[Box, torch.Tensor] = field(default_factory=dict)
-    flat: torch.Tensor | None = None
+    pieces: dict[Box, torch.Tensor]
+    local: torch.Tensor
 
     @classmethod
     def of_range(cls, shape: Sequence[int], extent: Extent, values: torch.Tensor) -> Share:
         """Return the share that consists of elements ``extent``, which are ``values``, flat."""
-        share = cls(tuple(shape), values.dtype, flat=values)
-        start = 0
-        for box in boxes_of(share.shape, extent):
-            end = start + math.prod(box.sizes)
-            share.pieces[box] = values[start:end].view(box.sizes)
-            start = end
-        return share
+        boxes = dict.fromkeys(boxes_of(tuple(shape), extent), values)
+        return cls(tuple(shape), boxes, values).holding(values)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Share:
         """Return the share of a DTensor, or of a tensor that this rank has whole."""
         local = to_local(tensor).detach()
-        share = cls(tuple(tensor.shape), tensor.dtype)
-        if not is_sharded(tensor):
-            share.pieces[Box((0,) * tensor.dim(), share.shape)] = local
-        elif local.numel():
+        pieces = {Box((0,) * tensor.dim(), tuple(tensor.shape)): local}
+        if is_sharded(tensor):
             made: Any = tensor
-            for chunk in made.__create_chunk_list__():
-                share.pieces[Box(tuple(chunk.offsets), tuple(chunk.sizes))] = local
-        return share
-
-    def like(self) -> Share:
-        """Return the same share, of new memory on the CPU that holds nothing yet: one piece after
-        the other in one tensor.
-        """
-        sizes = [math.prod(box.sizes) for box in self.pieces]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device="cpu")
-        parts = zip(self.pieces, flat.split(sizes), strict=True)
-        return Share(self.shape, self.dtype, {b: part.view(b.sizes) for b, part in parts}, flat)
-
-    def copied(self, boxes: Iterable[Box]) -> Share:
-        """Return a share of copies of the pieces ``boxes``, on the CPU."""
-        copies = {box: self.pieces[box].detach().to("cpu", copy=True) for box in boxes}
-        return Share(self.shape, self.dtype, copies)
+            chunks = made.__create_chunk_list__() if local.numel() else ()
+            pieces = {Box(tuple(c.offsets), tuple(c.sizes)): local for c in chunks}
+        return cls(tuple(tensor.shape), pieces, local)
 
     @property
-    def only(self) -> torch.Tensor:
-        """The one piece of :meth:`of`; no elements where this rank has none."""
-        return next(iter(self.pieces.values()), torch.empty(0, dtype=self.dtype, device="cpu"))
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+        return self.local.dtype
+
+    def holding(self, values: torch.Tensor) -> Share:
+        """Return the same share of another tensor, of which this rank has ``values``."""
+        values = values.detach()
+        if [values.shape] == [box.sizes for box in self.pieces]:  # of any strides
+            return Share(self.shape, dict.fromkeys(self.pieces, values), values)
+        parts = values.reshape(-1).split([math.prod(box.sizes) for box in self.pieces])
+        pieces = {b: part.view(b.sizes) for b, part in zip(self.pieces, parts, strict=True)}
+        return Share(self.shape, pieces, values)
+
+    def fill(self, source: Mapping[Box, torch.Tensor]) -> bool:
+        """Copy into the pieces what the pieces of another share have; say whether that is each
+        element once.
+        """
+        for box, piece in self.pieces.items():
+            found = []
+            for other, values in source.items():
+                if common := box.common(other):
+                    found.append(common.inside(box))
+                    found[-1].of(piece).copy_(common.inside(other).of(values))
+            if not are_whole(box.sizes, found):
+                return False
+        return True
 
 
 def boxes_of(shape: Sequence[int], extent: Extent) -> Iterator[Box]:

@@ -1,0 +1,189 @@
+"""The parts of a checkpoint: a file of each rank, with the pieces of tensors that the rank writes.
+
+A save begins by looking at what is in the directory, and ends when the manifest, which names the
+parts of all ranks, is put in place. A rank that loads reads what it needs out of any rank's part.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zerocast.checkpoint.files import (
+    DigestingWriter,
+    FileEntry,
+    FileInfo,
+    VerifiedFile,
+    header_of,
+    make_directory,
+    sync_directory,
+    write_file,
+)
+from zerocast.checkpoint.manifest import (
+    NAME,
+    Chunk,
+    Manifest,
+    SavedTensor,
+    check_place,
+    remove_saved,
+)
+from zerocast.checkpoint.runs import Claim, alone_in, is_taken
+from zerocast.optim.boxes import Box, Share
+
+
+def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box) -> FileEntry:
+    """Return the tensor of a file that a piece of a tensor becomes."""
+    offsets = "" if box.sizes == tuple(shape) else f"@{','.join(map(str, box.offsets))}"
+    return FileEntry(name + offsets, dtype, box.sizes)
+
+
+# --- writing ---
+
+
+class Part(NamedTuple):
+    """What a rank has written: its file, and where each of its pieces begins there."""
+
+    file: FileInfo | None
+    starts: list[int]
+
+
+def write_part(path: Path, entries: Sequence[FileEntry], values: Iterable[torch.Tensor]) -> Part:
+    """Write a file of pieces; none where there is no piece."""
+    if not entries:
+        return Part(None, [])
+    head, starts = header_of(entries)
+    with DigestingWriter(path) as file:
+        file.write(head)
+        for tensor in values:
+            file.write_tensor(tensor)
+        return Part(file.finish(), starts)
+
+
+class DirectorySave:
+    """A save into a directory that all ranks see.
+
+    Args:
+        claim: the save, its run, and the place that it replaces.
+        versions: the versions of the packages that save.
+        training: what the checkpoint says beside its tensors, in JSON values.
+    """
+
+    def __init__(self, claim: Claim, versions: dict[str, Any], training: dict[str, Any]) -> None:
+        self.claim, self.path = claim, claim.path
+        self._versions, self._training = versions, training
+        self._draft = self.path / f"{claim.prefix}.draft"
+        self._is_renaming = False
+
+    def begin(self) -> None:
+        """Make the directory, and remove what killed saves of this run have left in it.
+
+        Raises:
+            InputError: where something else is in it, or the checkpoint of another run.
+        """
+        check_place(self.path)
+        make_directory(self.path)
+        with alone_in(self.path):
+            self.claim.take()
+            if self.claim.replaced is not None or not is_taken(self.path):
+                remove_saved(self.path, self.claim.run, self.claim.replaced)
+
+    def part(self, rank: int) -> Path:
+        """Return the file of a rank."""
+        return self.path / f"{self.claim.prefix}-rank{rank:05}.safetensors"
+
+    def end(self, ranks: int, tensors: dict[str, SavedTensor]) -> None:
+        """Put the manifest in place, and remove the files of what it replaces.
+
+        Raises:
+            ZerocastError: where another job has saved here meanwhile; what it saved stays.
+        """
+        claim = self.claim
+        manifest = Manifest(claim.saved, claim.run, ranks, self._versions, tensors, self._training)
+        write_file(self._draft, manifest.to_text().encode())
+        sync_directory(self.path)  # the files that it names are there before it is
+        with alone_in(self.path):
+            claim.check(self.path / name for name in manifest.files)
+            self._is_renaming = True
+            self._draft.replace(self.path / NAME)
+            sync_directory(self.path)
+            remove_saved(self.path, "" if claim.replace else claim.run, manifest)
+
+    @contextmanager
+    def removing_files(self) -> Iterator[None]:
+        """Remove the files of all ranks where the context fails before the manifest is in place.
+        For the rank that puts it there.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self._is_renaming or self._draft.exists():
+                remove_saved(self.path, self.claim.saved)
+            raise
+
+
+# --- reading ---
+
+
+class Reading(NamedTuple):
+    """Elements that are read: of which tensor, which ones, the chunk that has them, and where they
+    go.
+    """
+
+    name: str
+    box: Box
+    chunk: Chunk
+    target: torch.Tensor
+
+
+def read(path: Path, manifest: Manifest, wanted: Iterable[Reading]) -> None:
+    """Read elements, file by file.
+
+    Raises:
+        InputError: where a file is missing or damaged.
+    """
+    held: dict[str, list[tuple[FileEntry, int]]] = {name: [] for name in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            entry = entry_of(name, tensor.dtype, tensor.shape, chunk.box)
+            held[chunk.file.name].append((entry, chunk.start))
+    by_file: dict[str, list[Reading]] = {}
+    for each in wanted:
+        by_file.setdefault(each.chunk.file.name, []).append(each)
+    for name, readings in by_file.items():
+        place = path / name if path.is_dir() else path
+        with VerifiedFile(place, readings[0].chunk.file, held[name]) as file:
+            for each in sorted(readings, key=lambda each: each.chunk.start):
+                each.target.copy_(_read(file, each, manifest.tensors[each.name].dtype))
+
+
+def _read(file: VerifiedFile, wanted: Reading, dtype: torch.dtype) -> torch.Tensor:
+    """Return elements of a chunk; the rows that they are in are read."""
+    chunk, box = wanted.chunk, wanted.box.inside(wanted.chunk.box)
+    if not box.sizes:
+        values = torch.empty((), dtype=dtype, device="cpu")
+        file.read_into(chunk.start, values)
+        return values
+    first, row = box.offsets[0], chunk.box.sizes[1:]
+    rows = torch.empty((box.sizes[0], *row), dtype=dtype, device="cpu")
+    file.read_into(chunk.start + first * math.prod(row) * dtype.itemsize, rows)
+    return Box((0, *box.offsets[1:]), box.sizes).of(rows)
+
+
+def fill(path: Path, manifest: Manifest, shares: dict[str, Share]) -> None:
+    """Fill the pieces of ``shares`` from a checkpoint that has all of them; raises as
+    :func:`read`.
+    """
+    read(
+        path,
+        manifest,
+        (
+            Reading(name, common, chunk, common.inside(box).of(piece))
+            for name, share in shares.items()
+            for box, piece in share.pieces.items()
+            for chunk in manifest.tensors[name].chunks
+            if (common := box.common(chunk.box))
+        ),
+    )
