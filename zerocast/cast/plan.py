@@ -37,6 +37,7 @@ from zerocast.errors import ZerocastError
 from zerocast.layout import Owners
 from zerocast.numerics import AdamWUpdate
 from zerocast.tensors import CastVersion, QuantizedTensor
+from zerocast.tensors.ledger import Scope, check_scope
 from zerocast.tensors.untraced import untraced
 
 _run_untraced = untraced(lambda step: step())
@@ -89,6 +90,9 @@ class CastPlan(Uncopied):
             See :mod:`zerocast.cast.amax_buffers`.
         verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or in "full"
             a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
+        scope: what each call looks at for memory that has moved: every "tensor", or one of each
+            "storage". The latter is for callers who keep masters and buffers to themselves, let
+            torch count the writes, and refuse weights that were converted.
 
     Attributes:
         step: the number of casts. A caller that counts steps sets it before each :meth:`cast`, on
@@ -104,7 +108,6 @@ class CastPlan(Uncopied):
     instead = "make a plan of the other weights and masters"
 
     _one_by_one_from: int | None = None  # weights of so many elements are gathered one by one
-    _is_flat = False  # whether one tensor of each storage is looked at; see flat_plan.py
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class CastPlan(Uncopied):
         amax_groups: Patterns = (),
         exchange: ExchangeKind = "full",
         verify: VerifyMode = "off",
+        scope: Scope = "tensor",
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
@@ -130,7 +134,7 @@ class CastPlan(Uncopied):
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
-            boundary, _ = is_boundary(exchange), check_mode(verify)
+            boundary, _, _ = is_boundary(exchange), check_mode(verify), check_scope(scope)
             tp_shards = tp_shards_by_group(model_weights)
             master_weights = as_tensors(master_weights)
             self._specs = check_specs(
@@ -142,7 +146,7 @@ class CastPlan(Uncopied):
         options = f"check_finite={check_finite}, exchange={exchange}, verify={verify}"
         owners, fingerprints = self._exchange_owners(members, tp_shards, options, attempt.error)
         with attempt:
-            self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
+            self._plan(model_weights, master_weights, members, owners, tp_shards, boundary, scope)
         lacks = any(gather.lacks_codes for gather in self._gathers)
         self._lacks_codes = self._agree(attempt.error, lacks)
         self._attempt, self.step, self.fingerprints = attempt, 0, fingerprints
@@ -158,6 +162,11 @@ class CastPlan(Uncopied):
                 spec.storage.name_weight(spec.name)
 
     # --- what callers run ---
+
+    @property
+    def casts(self) -> int:
+        """The number of casts that have begun to write weights, whatever :attr:`step` is."""
+        return self._version.ticks
 
     @property
     def steps(self) -> dict[str, Callable[[], None]]:
@@ -200,12 +209,13 @@ class CastPlan(Uncopied):
                 step()
 
     def cast_and_release(
-        self, master_weights: Sequence[torch.Tensor | None], *, anew: bool = True
+        self, master_weights: Sequence[torch.Tensor | None], uncounted: object = None
     ) -> None:
         """Cast from masters that are known to fit, and keep none of them alive: what the functional
-        calls do, of several threads one after another. ``anew``: measure what an update has, too.
+        calls do, of several threads one after another. ``uncounted`` changes with writes of the
+        masters that torch does not count.
         """
-        with self._prepared.released(anew=anew):
+        with self._prepared.for_one_call(uncounted):
             self.cast(master_weights)
 
     @untraced
@@ -265,11 +275,25 @@ class CastPlan(Uncopied):
         raise_in_all(self._comms, attempt.error)
 
     @untraced
-    def update_masters(
-        self, updates: Sequence[AdamWUpdate], lent: Sequence[torch.Tensor | None] | None = None
-    ) -> list[AdamWUpdate]:
+    def update_masters(self, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
         """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
-        return self._prepared.update(self._version, updates, lent)
+        return self._prepared.update(self._version, updates)
+
+    @untraced
+    def update_and_release(
+        self,
+        updates: Sequence[AdamWUpdate],
+        master_weights: Sequence[torch.Tensor | None],
+        uncounted: object,
+    ) -> list[AdamWUpdate]:
+        """:meth:`update_masters`, before :meth:`cast_and_release` of the same masters. Until then
+        codes stay those of the latest cast: all updates are returned where one would write codes.
+        """
+        if self._prepared.steps.writes_early:
+            return list(updates)
+        with self._prepared.for_one_call(uncounted):
+            self._prepared.bind(master_weights)
+            return self.update_masters(updates)
 
     def fail(self, error: ZerocastError) -> None:
         """Let the next cast raise ``error`` on all ranks, which hear of it with the amaxes."""
@@ -343,16 +367,17 @@ class CastPlan(Uncopied):
         owners: Mapping[Communicator, Owners],
         tp_shards: Members,
         boundary: bool,
+        scope: Scope,
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
         collectives = CastCollectives(
-            self._specs, members, owners, tp_shards, self._one_by_one_from, boundary=boundary
+            self._specs, members, owners, tp_shards, self._one_by_one_from, scope, boundary=boundary
         )
         self._members, self._gathers = collectives.members, collectives.code_gathers
         self._exchange = collectives.exchange
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
             master_weights, self._specs, collectives, judges_amaxes=self._check_finite,
-            is_flat=self._is_flat,
+            scope=scope,
         )  # fmt: skip

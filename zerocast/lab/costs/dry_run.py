@@ -20,7 +20,6 @@ import torch
 from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.consistency import raise_in_all, tp_shards_by_group
-from zerocast.cast.flat_plan import ALIGNMENT
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import RecordingCommunicator
 from zerocast.lab.costs.counted_launches import CountingBackend, Work
@@ -34,6 +33,7 @@ from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import Weight, storage_kind
+from zerocast.tensors.allocations import ALIGNMENT
 from zerocast.tensors.cast_steps import CastSteps
 
 
