@@ -7,7 +7,6 @@ buffers ("Note: memory that moves" in :mod:`zerocast.tensors.ledger`).
 from __future__ import annotations
 
 import itertools
-import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -54,15 +53,12 @@ class Addresses:
         for shard_spec in self._specs:
             _check_buffers(shard_spec)
             shard_spec.check_own_codes()
-        self._buffers = [b for storage in self._storages for b in storage.buffers.values()]
-        self._count = len(self._buffers)
-        self._buffers += [
-            codes for shard_spec in self._specs for codes in shard_spec.codes.values()
-        ]
+        self._buffers = self._buffers_now()
+        own = [codes for shard_spec in self._specs for codes in shard_spec.codes.values()]
         codes = [buffer for storage in self._storages for buffer in storage.codes]
         per_tensor = self._scope == "tensor"
         self.written = counted_by_torch([*self._weights, *codes]) if per_tensor else []
-        self._watched = watch(self._buffers, scope=self._scope)
+        self._watched = watch([*self._buffers, *own], scope=self._scope)
         self._ranges = _Ranges(self._specs)
 
     def have_moved(self) -> bool:
@@ -78,11 +74,13 @@ class Addresses:
             self._refuse_other_weights()
         if is_announced:
             self._refuse_other_copies()
-            now = [buffer for storage in self._storages for buffer in storage.buffers.values()]
-            if len(now) != self._count or any(map(operator.is_not, now, self._buffers)):
+            if list(map(id, self._buffers_now())) != list(map(id, self._buffers)):
                 return True
             self._watched.note_announced()
         return self._watched.changed()
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        return [buffer for storage in self._storages for buffer in storage.buffers.values()]
 
     def hold_other_copies(self) -> bool:
         """Whether a weight has dropped or taken on copies that a plan's casts depend on."""

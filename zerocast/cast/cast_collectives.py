@@ -17,7 +17,6 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.layout import Owners
 from zerocast.numerics import TensorOperand
-from zerocast.tensors.ledger import Scope
 from zerocast.tensors.weight_operands import OwnScales, tensor_operand
 
 
@@ -30,7 +29,6 @@ class CastCollectives:
         owners: by group those of its members.
         tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
         one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
-        scope: which of the codes each gather looks at.
         boundary: whether ranks reduce the amaxes of tensors and of cut blocks alone.
 
     Attributes:
@@ -51,7 +49,6 @@ class CastCollectives:
         owners: Mapping[Communicator, Owners],
         tp_shards: Mapping[Communicator, Sequence[int]],
         one_by_one_from: int | None = None,
-        scope: Scope = "tensor",
         *,
         boundary: bool,
     ) -> None:
@@ -62,7 +59,7 @@ class CastCollectives:
         self.exchange = Exchange(
             matrices, self.members, owners_of, self.matrices.places(tp_shards), by_owner
         )
-        self.code_gathers = code_gathers(specs, members, owners, one_by_one_from, scope)
+        self.code_gathers = code_gathers(specs, members, owners, one_by_one_from)
         self.scale_gathers = scale_gathers(matrices, self.members, owners_of, by_owner)
         self.own_scales: dict[int, Mapping[str, OwnScales]] = {
             i: own for each in self.scale_gathers for i, own in each.own.items() if own

@@ -29,7 +29,7 @@ from zerocast.errors import InputError
 from zerocast.layout import Extent, Owners
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte, byte_span
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.ledger import ADDRESS, Scope, look_at, watch
+from zerocast.tensors.ledger import watch
 
 PLANES = ("rowwise_data", "columnwise_data")
 """The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
@@ -52,7 +52,6 @@ def code_gathers(
     members: Mapping[Communicator, Sequence[int]],
     owners: Mapping[Communicator, Owners],
     one_by_one_from: int | None = None,
-    scope: Scope = "tensor",
 ) -> list[CodeGather]:
     """The gathers of all planes of all groups.
 
@@ -61,7 +60,6 @@ def code_gathers(
         members: by group the places of its weights.
         owners: by group those of its members.
         one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
-        scope: which of the codes each gather looks at.
     """
     gathers: list[CodeGather] = []
     spare: list[torch.Tensor] = []
@@ -77,7 +75,7 @@ def code_gathers(
             own = [specs[indices[place]] for place in places]
             its_owners = owners[comm].of_weights(places) if one_by_one else owners[comm]
             gathers += [
-                CodeGather(comm, own, its_owners, plane, spare, scope)
+                CodeGather(comm, own, its_owners, plane, spare)
                 for plane in PLANES
                 if any(plane in spec.storage.gathered for spec in own)
             ]
@@ -107,7 +105,6 @@ class CodeGather:
         owners: of the group's weights.
         plane: one of :data:`PLANES`.
         spare: at most one staging buffer that no gather of the plan uses.
-        scope: which of the codes each gather looks at (:mod:`zerocast.tensors.ledger`).
     """
 
     def __init__(
@@ -117,9 +114,8 @@ class CodeGather:
         owners: Owners,
         plane: str,
         spare: list[torch.Tensor],
-        scope: Scope,
     ) -> None:
-        self._comm, self._spare, self._scope = comm, spare, scope
+        self._comm, self._spare = comm, spare
         self._specs = specs
         self._plane = plane
         self._device = specs[0].storage.device
@@ -138,7 +134,7 @@ class CodeGather:
                 offset = staged.stop
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
-        self._addresses: list[list[object]] = []
+        self._watched = watch(())
         # What is decided for codes at these addresses.
         self._is_decided = False
         self._in_place: torch.Tensor | None = None
@@ -157,9 +153,9 @@ class CodeGather:
                 self._codes[i] = codes
         own = [spec.codes[self._plane] for spec in self._specs if self._plane in spec.codes]
         found = [codes for codes in self._codes if codes is not None] + own
-        self._watched = watch(found, scope=self._scope)
-        if (addresses := look_at(found, ADDRESS)) != self._addresses:
-            self._addresses, self._is_decided = addresses, False
+        earlier, self._watched = self._watched, watch(found)
+        if self._watched.found != earlier.found:
+            self._is_decided = False
             self._in_place = self._stage = self._store = None
 
     @property

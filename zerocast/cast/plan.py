@@ -90,9 +90,8 @@ class CastPlan(Uncopied):
             See :mod:`zerocast.cast.amax_buffers`.
         verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or in "full"
             a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
-        scope: what each call looks at for memory that has moved: every "tensor", or one of each
-            "storage". The latter is for callers who keep masters and buffers to themselves, let
-            torch count the writes, and refuse weights that were converted.
+        scope: what a cast looks at for memory that has moved: every "tensor", or one of each
+            "storage", for callers who alone have the masters, and let torch count the writes.
 
     Attributes:
         step: the number of casts. A caller that counts steps sets it before each :meth:`cast`, on
@@ -142,11 +141,11 @@ class CastPlan(Uncopied):
                 names, amax_groups,
             )  # fmt: skip
             check_amax_groups(self._specs, members)
-        self._comms, self._check_finite = [*members, *tp_shards], check_finite
+        self._comms, self._check_finite, self._scope = [*members, *tp_shards], check_finite, scope
         options = f"check_finite={check_finite}, exchange={exchange}, verify={verify}"
         owners, fingerprints = self._exchange_owners(members, tp_shards, options, attempt.error)
         with attempt:
-            self._plan(model_weights, master_weights, members, owners, tp_shards, boundary, scope)
+            self._plan(model_weights, master_weights, members, owners, tp_shards, boundary)
         lacks = any(gather.lacks_codes for gather in self._gathers)
         self._lacks_codes = self._agree(attempt.error, lacks)
         self._attempt, self.step, self.fingerprints = attempt, 0, fingerprints
@@ -165,7 +164,7 @@ class CastPlan(Uncopied):
 
     @property
     def casts(self) -> int:
-        """The number of casts that have begun to write weights, whatever :attr:`step` is."""
+        """The number of casts that have written weights."""
         return self._version.ticks
 
     @property
@@ -211,9 +210,8 @@ class CastPlan(Uncopied):
     def cast_and_release(
         self, master_weights: Sequence[torch.Tensor | None], uncounted: object = None
     ) -> None:
-        """Cast from masters that are known to fit, and keep none of them alive: what the functional
-        calls do, of several threads one after another. ``uncounted`` changes with writes of the
-        masters that torch does not count.
+        """Cast from masters that are known to fit, and keep none of them alive; of several threads
+        one after another. ``uncounted`` changes with writes of masters that torch does not count.
         """
         with self._prepared.for_one_call(uncounted):
             self.cast(master_weights)
@@ -275,25 +273,14 @@ class CastPlan(Uncopied):
         raise_in_all(self._comms, attempt.error)
 
     @untraced
-    def update_masters(self, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
-        """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
-        return self._prepared.update(self._version, updates)
-
-    @untraced
-    def update_and_release(
+    def update_masters(
         self,
         updates: Sequence[AdamWUpdate],
-        master_weights: Sequence[torch.Tensor | None],
-        uncounted: object,
+        masters: Sequence[torch.Tensor | None] | None = None,
+        uncounted: object = None,
     ) -> list[AdamWUpdate]:
-        """:meth:`update_masters`, before :meth:`cast_and_release` of the same masters. Until then
-        codes stay those of the latest cast: all updates are returned where one would write codes.
-        """
-        if self._prepared.steps.writes_early:
-            return list(updates)
-        with self._prepared.for_one_call(uncounted):
-            self._prepared.bind(master_weights)
-            return self.update_masters(updates)
+        """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
+        return self._prepared.update(self._version, updates, masters, uncounted)
 
     def fail(self, error: ZerocastError) -> None:
         """Let the next cast raise ``error`` on all ranks, which hear of it with the amaxes."""
@@ -367,17 +354,16 @@ class CastPlan(Uncopied):
         owners: Mapping[Communicator, Owners],
         tp_shards: Members,
         boundary: bool,
-        scope: Scope,
     ) -> None:
         """Make the buffers and launches; whatever of it may fail on this rank alone."""
         self._device = self._specs[0].storage.device if self._specs else torch.device("cpu")
         collectives = CastCollectives(
-            self._specs, members, owners, tp_shards, self._one_by_one_from, scope, boundary=boundary
+            self._specs, members, owners, tp_shards, self._one_by_one_from, boundary=boundary
         )
         self._members, self._gathers = collectives.members, collectives.code_gathers
         self._exchange = collectives.exchange
         self._prepared = PreparedCast(
             [weight for weight in model_weights if isinstance(weight, QuantizedTensor)],
             master_weights, self._specs, collectives, judges_amaxes=self._check_finite,
-            scope=scope,
+            scope=self._scope,
         )  # fmt: skip

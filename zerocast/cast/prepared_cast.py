@@ -228,10 +228,21 @@ class PreparedCast:
         self,
         version: CastVersion,
         updates: Sequence[AdamWUpdate],
+        masters: Sequence[torch.Tensor | None] | None = None,
+        uncounted: object = None,
     ) -> list[AdamWUpdate]:
         """Make those of ``updates`` that are of masters, and measure all masters; return the
         others, and all where a cast must write nothing before its amaxes were judged.
+
+        ``masters`` known to fit are held by this call alone. Codes stay those of the latest cast
+        then: all updates are returned where one would write codes.
         """
+        if masters is not None:
+            if self.steps.writes_early:
+                return list(updates)
+            with self.for_one_call(uncounted):
+                self.bind(masters)
+                return self.update(version, updates)
         places = {master.data_ptr(): i for i, master in enumerate(self.bound) if master is not None}
         by_place: list[AdamWUpdate | None] = [None] * len(self.bound)
         others = []

@@ -44,7 +44,6 @@ class ExternalWrites:
         self._found: set[int] = set()
         self._versions = {i: 0 for i, weight in enumerate(shards.weights) if weight.kind.is_codes}
         self._others: int | None = None  # of all writes those that are no casts of the optimizer's
-        self._settled: int | None = None  # the same when all versions were read
         buckets = [bucket for bucket in shards.buckets if not bucket.kind.is_codes]
         self._plain = shards.plain
         self._values = watch(value for bucket in buckets for value in bucket.plain_values)
@@ -100,13 +99,13 @@ class ExternalWrites:
 
     def settle(self) -> None:
         """Forget what was found: the weights have just been made from the masters."""
+        others = self._count_others()
+        if self._found or others != self._others:
+            self._versions.update((i, self._version(i)) for i in self._versions)
         for i in self._found:
             self._forget_init_value(i)
         self._found.clear()
-        self._others = self._count_others()
-        if self._others != self._settled:
-            self._versions.update((i, self._version(i)) for i in self._versions)
-        self._settled = self._others
+        self._others = others
         if self._plain:
             self._values.keep_bytes()
 

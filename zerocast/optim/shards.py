@@ -161,9 +161,7 @@ class ShardedWeights:
         """Return the error for a weight that no longer lies in its bucket, as after
         ``model.float()``: a step would write memory that nothing reads.
         """
-        codes = self._watched_codes
-        watched = self._watched_weights, self._watched_plain, codes
-        if not (codes.is_announced or any(each.changed() for each in watched)):
+        if not any(each.changed() for each in self._watched) and not self._codes.is_announced:
             return None
         for weight, now, before in zip(self.weights, self._places(), self._found, strict=True):
             if now != before:
@@ -172,7 +170,7 @@ class ShardedWeights:
                     "longer lies there; convert or move a model (model.to, model.float) before "
                     "making its optimizer, and write weights in place (copy_)."
                 )
-        codes.note_announced()
+        self._codes.note_announced()
         return None
 
     def _watch(self) -> None:
@@ -182,8 +180,8 @@ class ShardedWeights:
         params = [weight.param for weight in self.weights]
         plain = [param for param in params if not isinstance(param, QuantizedTensor)]
         coded = [param for param in params if isinstance(param, QuantizedTensor)]
-        self._watched_weights, self._watched_plain = watch(coded, WEIGHT), watch(plain)
-        self._watched_codes = watch(self.code_flats, scope="storage")
+        self._codes = watch(self.code_flats, scope="storage")
+        self._watched = [watch(coded, WEIGHT), watch(plain), self._codes]
         self._found = self._places()
 
     def _places(self) -> list[tuple[object, ...]]:

@@ -39,7 +39,7 @@ def update_masters(
         own = [u for gather in gathers if (u := by_gather.get(gather)) and u.master.numel()]
         masters = [gather.master if gather.master.numel() else None for gather in gathers]
         uncounted = [gather.cast_values.uncounted for gather in gathers]
-        others = plan.update_and_release(own, masters, uncounted)
+        others = plan.update_masters(own, masters, uncounted)
         made |= set(map(id, own)) - set(map(id, others))
     return [update for update in updates if id(update) not in made]
 

@@ -102,6 +102,7 @@ class Token:
 
     Attributes:
         tensors: those that are looked at.
+        found: what the looks found, one list for each.
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class Token:
     ) -> None:
         self.tensors = list(tensors) if scope == "tensor" else one_of_each_storage(tensors)
         self._looks, self._scope = looks, scope
-        self._found = look_at(self.tensors, looks)
+        self.found = look_at(self.tensors, looks)
         self._digests = RepeatedDigests()
         self._bytes: torch.Tensor | None = None
         self.note_announced()
 
     def changed(self) -> bool:
         """Whether a look finds something else now."""
-        return look_at(self.tensors, self._looks) != self._found
+        return look_at(self.tensors, self._looks) != self.found
 
     @property
     def is_announced(self) -> bool:
