@@ -36,8 +36,6 @@ ZERO_PARTS = {
 
 PART_GOALS = {
     "cast": 10e-6,
-    "all_gather, in place": 20e-6,
-    "all_gather, staged": 60e-6,
     "post-processing": 20e-6,
     "plan": 1.0,
     "ZeroOptimizer, cast": 10e-6,

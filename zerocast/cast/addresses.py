@@ -70,10 +70,9 @@ class Addresses:
                 scope "storage" only where a move was announced.
         """
         is_announced = self._watched.is_announced
-        if (is_announced or self._scope == "tensor") and self._identities.changed():
-            self._refuse_other_weights()
+        if is_announced or (self._scope == "tensor" and self._identities.changed()):
+            self._check_weights()
         if is_announced:
-            self._refuse_other_copies()
             if list(map(id, self._buffers_now())) != list(map(id, self._buffers)):
                 return True
             self._watched.note_announced()
@@ -98,22 +97,18 @@ class Addresses:
                     f"got one that overlaps {overlapped}; give it memory of its own."
                 )
 
-    def _refuse_other_weights(self) -> None:
-        for weight, shard_spec in zip(self._weights, self._specs, strict=True):
-            if weight.quantized_storage is not shard_spec.storage:
+    def _check_weights(self) -> None:
+        """Raise :class:`InputError` where a weight is another, or holds other copies."""
+        for weight, spec, planned in zip(self._weights, self._specs, self._copies, strict=True):
+            if weight.quantized_storage is not spec.storage:
                 raise InputError(
-                    f"{shard_spec.name} must be the weight that the plan was made for, got one "
-                    "that has been converted or moved since (Module.half, .to, _apply); make a new "
-                    "plan."
+                    f"{spec.name} must be the weight that the plan was made for, got one that has "
+                    "been converted or moved since (Module.half, .to, _apply); make a new plan."
                 )
-
-    def _refuse_other_copies(self) -> None:
-        for shard_spec, planned in zip(self._specs, self._copies, strict=True):
-            if _copies(shard_spec.storage) != planned:
+            if _copies(spec.storage) != planned:
                 raise InputError(
-                    f"{shard_spec.name} must hold the copies of its codes that the plan was made "
-                    f"for, got {', '.join(shard_spec.storage.buffers)} after update_usage; make a "
-                    f"new plan."
+                    f"{spec.name} must hold the copies of its codes that the plan was made for, "
+                    f"got {', '.join(spec.storage.buffers)} after update_usage; make a new plan."
                 )
 
 
