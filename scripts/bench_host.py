@@ -18,8 +18,9 @@ from cuda_report import host_lines
 
 import zerocast
 from zerocast.backends.cuda import CudaBackend, Kernel, KernelArguments
-from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
 from zerocast.recipes import Recipe
+from zerocast.tensors.allocations import allocate_together, lay_together
+from zerocast.tensors.ledger import Scope
 
 NVFP4, FP8 = zerocast.NVFP4BlockScaling(), zerocast.Float8CurrentScaling()
 
@@ -35,8 +36,6 @@ ZERO_PARTS = {
 
 PART_GOALS = {
     "cast": 10e-6,
-    "all_gather, in place": 20e-6,
-    "all_gather, staged": 60e-6,
     "post-processing": 20e-6,
     "plan": 1.0,
     "ZeroOptimizer, cast": 10e-6,
@@ -88,42 +87,42 @@ class NoLauncher:
 
 
 def plan_of(
-    kind: type[zerocast.CastPlan],
+    scope: Scope,
     recipes: Sequence[Recipe],
     device: torch.device,
     *,
     in_place: bool = False,
 ) -> zerocast.CastPlan:
-    """Plan weights [16, 16] of one rank, laid together for a flat plan; in place, codes lie end to
-    end.
+    """Plan weights [16, 16] of one rank, laid together where one tensor of each storage is looked
+    at; in place, codes lie end to end.
     """
     models = [zerocast.empty((16, 16), recipe, device=device) for recipe in recipes]
     sizes = [model.rowwise_data.numel() for model in models]
-    if kind is FlatPlan:
+    if scope == "storage":
         lay_together(model.quantized_storage for model in models)
     if in_place:
         flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         places = list(flat.split(sizes))
     else:
         places = allocate_together(sizes, torch.uint8, device)
-    if kind is FlatPlan or in_place:
+    if scope == "storage" or in_place:
         for model, codes in zip(models, places, strict=True):
             zerocast.replace_raw_data(model, codes)
     masters = torch.zeros(len(models) * 256, device=device)
-    return kind(models, masters.split(256), [0] * len(models))
+    return zerocast.CastPlan(models, masters.split(256), [0] * len(models), scope=scope)
 
 
 def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
-    """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, of a flat plan and of
-    one whose tensors are its caller's, and its launches, memsets left out.
+    """Measure the host time of ``plan.cast()``, a quarter of the weights FP8, of a plan that looks
+    at storages and of one that looks at tensors, and its launches, memsets left out.
     """
     device = backend.launcher.device
     wait = (torch.cuda.synchronize,) if device.type == "cuda" else ()
     with zerocast.use_backend(backend):
         recipes = [FP8 if i % 4 == 0 else NVFP4 for i in range(weights)]
         few = max(rounds // 20, 1)
-        looking = host_seconds(plan_of(zerocast.CastPlan, recipes, device).cast, few, *wait)
-        plan = plan_of(FlatPlan, recipes, device)
+        looking = host_seconds(plan_of("tensor", recipes, device).cast, few, *wait)
+        plan = plan_of("storage", recipes, device)
         seconds = host_seconds(plan.cast, rounds, *wait)
         before = backend.launcher.launches
         plan.cast()
@@ -133,8 +132,8 @@ def host_time(backend: CudaBackend, weights: int, rounds: int) -> Result:
 
 def host_parts(weights: int, rounds: int) -> Result:
     """Measure the CPU seconds of every call of a step of NVFP4 weights, whose launches do nothing:
-    of flat plans, of plans whose tensors are their caller's, and of making one of these; then what
-    a ZeroOptimizer pays.
+    of plans that look at storages, of plans whose tensors are their caller's, and of making one of
+    these; then what a ZeroOptimizer pays.
     """
     found: Result = {"weights": weights}
 
@@ -143,9 +142,10 @@ def host_parts(weights: int, rounds: int) -> Result:
 
     recipes, device = [NVFP4] * weights, torch.device("cpu")
     with zerocast.use_backend(CudaBackend(NoLauncher())):
-        for kind, suffix in ((zerocast.CastPlan, ", a caller's tensors"), (FlatPlan, "")):
+        scopes: dict[Scope, str] = {"tensor": ", a caller's tensors", "storage": ""}
+        for scope, suffix in scopes.items():
             for in_place in (False, True):
-                plan = plan_of(kind, recipes, device, in_place=in_place)
+                plan = plan_of(scope, recipes, device, in_place=in_place)
                 gather = "in place" if in_place else "staged"
                 found |= {
                     f"cast{suffix}": seconds(plan.cast),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.cast.test_flat_plan import (
+from tests.cast.test_scopes import (
     NAMES,
     given,
     instructions,

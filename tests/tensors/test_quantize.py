@@ -12,6 +12,7 @@ from zerocast.numerics import E2M1, E4M3, pack_nibbles, unpack_nibbles
 from zerocast.numerics import decode as decode_codes
 from zerocast.recipes import Float8CurrentScaling, NVFP4BlockScaling
 from zerocast.tensors import QuantizedTensor, empty, quantize, rebuild_derived, replace_raw_data
+from zerocast.tensors.ledger import announced
 
 NVFP4, FP8 = NVFP4BlockScaling(), Float8CurrentScaling()
 RECIPES = [
@@ -187,11 +188,7 @@ def test_a_tensor_whose_memory_was_cut_is_refused() -> None:
 def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe, flat):
     """All aliases see the new buffer, derived copies stay valid, and a plan can tell it moved."""
     weight = quantize(torch.randn(9, 48), recipe)
-    alias, expected, before = (
-        weight.detach(),
-        weight.clone(),
-        weight.quantized_storage.buffers_version,
-    )
+    alias, expected, before = weight.detach(), weight.clone(), announced("storage")
     size = weight.rowwise_data.numel()
     gather = torch.full((size + 13,), 0xA5, dtype=torch.uint8)
     place = gather[7 : 7 + size]
@@ -200,7 +197,7 @@ def test_replace_raw_data_moves_the_codes_and_keeps_the_value(recipe, flat):
     assert alias.rowwise_data.data_ptr() == place.data_ptr()
     assert (gather[:7] == 0xA5).all()
     assert (gather[7 + size :] == 0xA5).all()
-    assert weight.quantized_storage.buffers_version != before
+    assert announced("storage") != before
     weight.copy_(torch.zeros(9, 48))
     assert not place.any()
 

@@ -1,15 +1,12 @@
-"""Addresses: where the memory lies that a plan reads and writes, and whether it has moved.
+"""Addresses: where the buffers lie that a plan writes, and whether they have moved.
 
-The launches of a plan hold addresses. Torch lets the same tensor object have other memory at any
-time (``.data = ...``, ``set_``, ``resize_``, ``share_memory_``, ``Module.half``), and tells nobody.
-So each cast looks once at all of them, which takes one call for each tensor; a flat plan looks at
-one of each storage (:mod:`zerocast.cast.flat_plan`).
+The launches of a plan hold addresses, so each call looks whether these are still those of the
+buffers ("Note: memory that moves" in :mod:`zerocast.tensors.ledger`).
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -20,30 +17,7 @@ from zerocast.arguments import why_unusable
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.errors import InputError
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, counted_by_torch
-
-Lie = list[int] | tuple[list[int], list[int], list[bool], list[torch.dtype]]
-"""Addresses of tensors; or these, and numbers of elements, contiguity and dtypes."""
-
-
-def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where the elements of ``tensors`` begin now; unequal where one of them has moved."""
-    return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def lie_of(tensors: Sequence[torch.Tensor]) -> Lie:
-    """How ``tensors`` lie in memory now; unequal where one of them has moved or changed."""
-    return (
-        addresses_of(tensors),
-        list(map(torch.Tensor.numel, tensors)),
-        list(map(torch.Tensor.is_contiguous, tensors)),
-        [tensor.dtype for tensor in tensors],
-    )
-
-
-def one_of_each_storage(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Aliases of some of ``tensors``, one for each storage that these lie in."""
-    by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-    return [tensor.detach() for tensor in by_storage.values()]
+from zerocast.tensors.ledger import WEIGHT, Scope, watch
 
 
 class Addresses:
@@ -53,21 +27,21 @@ class Addresses:
         weights: as they were given to the plan, so that it is noticed where one of them becomes
             another weight.
         specs: the same, as checked.
-        is_flat: whether one tensor of each storage is looked at, and the weights' maker sees to the
-            rest.
+        scope: which buffers each call looks at. Of "storage" the plan's maker sees to the rest.
 
     Attributes:
         written: what torch may save for a backward and a cast writes: the weights and their codes;
-            nothing of a flat plan, whose maker counts these.
+            nothing under the scope "storage", where the plan's maker counts these writes.
 
     Raises:
         InputError: where two weights share memory, or a buffer is not what the recipe says.
     """
 
     def __init__(
-        self, weights: Sequence[QuantizedTensor], specs: Sequence[ShardSpec], *, is_flat: bool
+        self, weights: Sequence[QuantizedTensor], specs: Sequence[ShardSpec], scope: Scope
     ) -> None:
-        self._weights, self._specs, self._is_flat = weights, specs, is_flat
+        self._weights, self._specs, self._scope = weights, specs, scope
+        self._identities = watch(weights, WEIGHT)
         self._storages = [shard_spec.storage for shard_spec in specs]
         kinds: dict[Any, Any] = {}  # weights that are alike have one between them
         copies = map(_copies, self._storages)
@@ -79,49 +53,38 @@ class Addresses:
         for shard_spec in self._specs:
             _check_buffers(shard_spec)
             shard_spec.check_own_codes()
-        self._move = self._latest_move
-        self._buffers = [b for storage in self._storages for b in storage.buffers.values()]
-        self._count = len(self._buffers)
-        self._buffers += [
-            codes for shard_spec in self._specs for codes in shard_spec.codes.values()
-        ]
+        self._buffers = self._buffers_now()
+        own = [codes for shard_spec in self._specs for codes in shard_spec.codes.values()]
         codes = [buffer for storage in self._storages for buffer in storage.codes]
-        self.written = [] if self._is_flat else counted_by_torch([*self._weights, *codes])
-        self._seen = one_of_each_storage(self._buffers) if self._is_flat else self._buffers
-        self._pointers = addresses_of(self._seen)
+        per_tensor = self._scope == "tensor"
+        self.written = counted_by_torch([*self._weights, *codes]) if per_tensor else []
+        self._watched = watch([*self._buffers, *own], scope=self._scope)
         self._ranges = _Ranges(self._specs)
-
-    @property
-    def _latest_move(self) -> int:
-        # The gathers that a flat plan's weights wait for are its maker's, which has waited.
-        return QuantizedStorage.moves if self._is_flat else QuantizedStorage.buffers_version
 
     def have_moved(self) -> bool:
         """Whether a weight's buffer, or a caller's for its codes, lies elsewhere than when it was
         looked at.
 
         Raises:
-            InputError: where a weight is no longer the one that the plan was made for; of a flat
-                plan only where a move was said.
+            InputError: where a weight is no longer the one that the plan was made for; under the
+                scope "storage" only where a move was announced.
         """
-        is_said = self._move != self._latest_move
-        looks = is_said or not self._is_flat
-        if looks and [each.quantized_storage for each in self._weights] != self._storages:
-            self._refuse_other_weights()
-        if is_said:
-            self._refuse_other_copies()
-            now = [buffer for storage in self._storages for buffer in storage.buffers.values()]
-            if len(now) != self._count or any(map(operator.is_not, now, self._buffers)):
+        is_announced = self._watched.is_announced
+        if is_announced or (self._scope == "tensor" and self._identities.changed()):
+            self._check_weights()
+        if is_announced:
+            if list(map(id, self._buffers_now())) != list(map(id, self._buffers)):
                 return True
-            self._move = self._latest_move
-        # Sizes are left out: whoever changes one keeps the memory or moves it.
-        return addresses_of(self._seen) != self._pointers
+            self._watched.note_announced()
+        return self._watched.changed()
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        return [buffer for storage in self._storages for buffer in storage.buffers.values()]
 
     def hold_other_copies(self) -> bool:
         """Whether a weight has dropped or taken on copies that a plan's casts depend on."""
-        return self._move != self._latest_move and self._copies != list(
-            map(_copies, self._storages)
-        )
+        is_announced = self._watched.is_announced
+        return is_announced and self._copies != list(map(_copies, self._storages))
 
     def check_masters(self, masters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise :class:`InputError` where a cast would write what it reads: where one of these
@@ -134,22 +97,18 @@ class Addresses:
                     f"got one that overlaps {overlapped}; give it memory of its own."
                 )
 
-    def _refuse_other_weights(self) -> None:
-        for weight, shard_spec in zip(self._weights, self._specs, strict=True):
-            if weight.quantized_storage is not shard_spec.storage:
+    def _check_weights(self) -> None:
+        """Raise :class:`InputError` where a weight is another, or holds other copies."""
+        for weight, spec, planned in zip(self._weights, self._specs, self._copies, strict=True):
+            if weight.quantized_storage is not spec.storage:
                 raise InputError(
-                    f"{shard_spec.name} must be the weight that the plan was made for, got one "
-                    "that has been converted or moved since (Module.half, .to, _apply); make a new "
-                    "plan."
+                    f"{spec.name} must be the weight that the plan was made for, got one that has "
+                    "been converted or moved since (Module.half, .to, _apply); make a new plan."
                 )
-
-    def _refuse_other_copies(self) -> None:
-        for shard_spec, planned in zip(self._specs, self._copies, strict=True):
-            if _copies(shard_spec.storage) != planned:
+            if _copies(spec.storage) != planned:
                 raise InputError(
-                    f"{shard_spec.name} must hold the copies of its codes that the plan was made "
-                    f"for, got {', '.join(shard_spec.storage.buffers)} after update_usage; make a "
-                    f"new plan."
+                    f"{spec.name} must hold the copies of its codes that the plan was made for, "
+                    f"got {', '.join(spec.storage.buffers)} after update_usage; make a new plan."
                 )
 
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerocast.backends import backend_for
-from zerocast.cast.addresses import addresses_of, one_of_each_storage
 from zerocast.cast.consistency import raise_in_all
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Attempt, Communicator, alone
@@ -30,6 +29,7 @@ from zerocast.errors import InputError
 from zerocast.layout import Extent, Owners
 from zerocast.numerics import CodeCopy, LaunchOn, SharedByte, byte_span
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.ledger import watch
 
 PLANES = ("rowwise_data", "columnwise_data")
 """The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
@@ -105,10 +105,6 @@ class CodeGather:
         owners: of the group's weights.
         plane: one of :data:`PLANES`.
         spare: at most one staging buffer that no gather of the plan uses.
-
-    Attributes:
-        is_flat: whether one tensor of each storage is looked at; see
-            :mod:`zerocast.cast.flat_plan`.
     """
 
     def __init__(
@@ -138,29 +134,29 @@ class CodeGather:
                 offset = staged.stop
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
-        self._seen: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._watched = watch(())
         # What is decided for codes at these addresses.
-        self.is_flat = self._is_decided = False
+        self._is_decided = False
         self._in_place: torch.Tensor | None = None
         self._stage: LaunchOn | None = None
         self._store: LaunchOn | None = None
         self.look()
 
     def look(self) -> None:
-        """Find the weights' codes where they lie now. Those that a rank has dropped since the cast
-        are gathered as ever, for the other ranks' sake.
+        """Find the weights' codes where they lie now, and forget what was prepared for codes that
+        have moved. Those that a rank has dropped since the cast are gathered as ever, for the other
+        ranks' sake.
         """
-        self._version = QuantizedStorage.buffers_version
         for i, spec in enumerate(self._specs):
             codes = spec.storage.buffers.get(self._plane)
             if codes is not None:
                 self._codes[i] = codes
         own = [spec.codes[self._plane] for spec in self._specs if self._plane in spec.codes]
-        self._seen = [codes for codes in self._codes if codes is not None] + own
-        if self.is_flat:
-            self._seen = one_of_each_storage(self._seen)
-            self._addresses = []  # they say too little of what was replaced
+        found = [codes for codes in self._codes if codes is not None] + own
+        earlier, self._watched = self._watched, watch(found)
+        if self._watched.found != earlier.found:
+            self._is_decided = False
+            self._in_place = self._stage = self._store = None
 
     @property
     def lacks_codes(self) -> bool:
@@ -241,13 +237,9 @@ class CodeGather:
         self._store(staging)
 
     def _follow(self) -> None:
-        """Forget what was prepared for codes that have moved since."""
-        if self._version != QuantizedStorage.buffers_version:
+        """Look again where codes may have moved since."""
+        if self._watched.is_announced or self._watched.changed():
             self.look()
-        addresses = addresses_of(self._seen)
-        if addresses != self._addresses:
-            self._addresses, self._is_decided = addresses, False
-            self._in_place = self._stage = self._store = None
 
     def _own_copies(self) -> list[CodeCopy]:
         """What this rank sends."""

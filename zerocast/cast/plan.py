@@ -30,6 +30,7 @@ from zerocast.comm import Attempt, Communicator, Group, announcing
 from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import ZerocastError
 from zerocast.numerics import AdamWUpdate
+from zerocast.tensors.ledger import Scope, check_scope
 from zerocast.tensors.untraced import untraced
 
 _run_untraced = untraced(lambda step: step())
@@ -82,6 +83,8 @@ class CastPlan(Uncopied):
             See :mod:`zerocast.cast.amax_buffers`.
         verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or in "full"
             a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
+        scope: what a cast looks at for memory that has moved: every "tensor", or one of each
+            "storage", for callers who alone have the masters, and let torch count the writes.
 
     Attributes:
         pipeline: the steps of :meth:`cast`: what a profiler runs one by one instead.
@@ -97,8 +100,6 @@ class CastPlan(Uncopied):
 
     instead = "make a plan of the other weights and masters"
 
-    _is_flat = False  # whether one tensor of each storage is looked at; see flat_plan.py
-
     def __init__(
         self,
         model_weights: Sequence[torch.Tensor],
@@ -113,6 +114,7 @@ class CastPlan(Uncopied):
         amax_groups: Patterns = (),
         exchange: ExchangeKind = "full",
         verify: VerifyMode = "off",
+        scope: Scope = "tensor",
     ) -> None:
         # What has no length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
@@ -123,7 +125,7 @@ class CastPlan(Uncopied):
         with attempt:
             check_flag("check_finite", check_finite)
             check_flag("manual_post_all_gather_processing", manual_post_all_gather_processing)
-            boundary, _ = is_boundary(exchange), check_mode(verify)
+            boundary, _, _ = is_boundary(exchange), check_mode(verify), check_scope(scope)
             tp_shards = tp_shards_by_group(model_weights)
             master_weights = as_tensors(master_weights)
             specs = check_specs(
@@ -138,7 +140,7 @@ class CastPlan(Uncopied):
         with attempt:
             self._cast = ShardedCast(
                 model_weights, master_weights, specs, members, owners, tp_shards,
-                boundary=boundary, check_finite=check_finite, is_flat=self._is_flat,
+                boundary=boundary, check_finite=check_finite, scope=scope,
                 rebuild_on_use=not manual_post_all_gather_processing,
             )  # fmt: skip
             lacks_codes = any(gather.lacks_codes for gather in self._cast.gathers)
@@ -159,6 +161,11 @@ class CastPlan(Uncopied):
     @step.setter
     def step(self, step: int) -> None:
         self._cast.step = step
+
+    @property
+    def casts(self) -> int:
+        """The number of casts that have written weights."""
+        return self._version.ticks
 
     # --- what callers run ---
 
@@ -188,12 +195,12 @@ class CastPlan(Uncopied):
             self.pipeline.run()
 
     def cast_and_release(
-        self, master_weights: Sequence[torch.Tensor | None], *, anew: bool = True
+        self, master_weights: Sequence[torch.Tensor | None], uncounted: object = None
     ) -> None:
-        """Cast from masters that are known to fit, and keep none of them alive: what the functional
-        calls do, of several threads one after another. ``anew``: measure what an update has, too.
+        """Cast from masters that are known to fit, and keep none of them alive; of several threads
+        one after another. ``uncounted`` changes with writes of masters that torch does not count.
         """
-        with self._prepared.released(anew=anew):
+        with self._prepared.for_one_call(uncounted):
             self.cast(master_weights)
 
     @untraced
@@ -253,10 +260,13 @@ class CastPlan(Uncopied):
 
     @untraced
     def update_masters(
-        self, updates: Sequence[AdamWUpdate], lent: Sequence[torch.Tensor | None] | None = None
+        self,
+        updates: Sequence[AdamWUpdate],
+        masters: Sequence[torch.Tensor | None] | None = None,
+        uncounted: object = None,
     ) -> list[AdamWUpdate]:
         """Update masters and measure them (:meth:`PreparedCast.update`); return other updates."""
-        return self._prepared.update(self._version, updates, lent)
+        return self._prepared.update(self._version, updates, masters, uncounted)
 
     def fail(self, error: ZerocastError) -> None:
         """Let the cast whose steps are run next raise ``error`` on all ranks, with the amaxes."""

@@ -5,10 +5,9 @@ Note: amaxes that an optimizer took
 An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
 same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks. The
 next cast begins with these amaxes where they are those of the masters as they are, and these codes
-stand: if since then no master or weight was written, by torch's count of writes, none moved, and
-other memory was bound to no master. Otherwise it measures again and writes all codes, and so does
-every later cast. A write that torch does not count (through ``.data``) must not come between the
-update and the cast.
+stand: if since then no master or weight was written, by torch's count of writes, and none moved.
+Otherwise it measures again and writes all codes, and so does every later cast. A write that torch
+does not count (through ``.data``) must not come between the update and the cast.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerocast.backends import backend_for
-from zerocast.cast.addresses import Addresses, Lie, addresses_of, lie_of, one_of_each_storage
+from zerocast.cast.addresses import Addresses
 from zerocast.cast.capture import check_planning, is_captured
 from zerocast.cast.cast_collectives import CastCollectives
 from zerocast.cast.master_checks import check_list, check_master_tensor
@@ -38,6 +36,7 @@ from zerocast.tensors import (
     rebuild_derived,
 )
 from zerocast.tensors.cast_steps import CastSteps
+from zerocast.tensors.ledger import FORM, WRITES, Scope, look_at, watch
 from zerocast.tensors.untraced import untraced
 
 
@@ -66,7 +65,7 @@ class PreparedCast:
         specs: the same weights as checked.
         collectives: what ranks send each other, and the matrices that the weights are made of.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
-        is_flat: whether it looks at one tensor of each storage (:mod:`zerocast.cast.flat_plan`).
+        scope: which of the tensors each call looks at (:mod:`zerocast.tensors.ledger`).
 
     Attributes:
         steps: the launches.
@@ -93,21 +92,19 @@ class PreparedCast:
         collectives: CastCollectives,
         *,
         judges_amaxes: bool,
-        is_flat: bool = False,
+        scope: Scope,
     ) -> None:
         self._specs, self._collectives, self._matrices = specs, collectives, collectives.matrices
         self._scale_gathers, self.own_scales = collectives.scale_gathers, collectives.own_scales
         self.gathered_scales = [m for gather in self._scale_gathers for m in gather.tensors]
-        self._judges_amaxes, self._is_flat = judges_amaxes, is_flat
-        for gather in collectives.code_gathers:
-            gather.is_flat = is_flat
-            gather.look()
+        self._judges_amaxes, self._scope = judges_amaxes, scope
         self._one_thread = threading.RLock()
-        self._measured: tuple[object, ...] | None = None  # by an update
+        self._amaxes_of: tuple[object, ...] | None = None  # the masters that an update measured
+        self._uncounted: object = None
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
         lying = () if self._device.type == "meta" else specs  # whose weights have no memory
-        self.addresses = Addresses(weights, lying, is_flat=is_flat)
+        self.addresses = Addresses(weights, lying, scope)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
@@ -147,22 +144,16 @@ class PreparedCast:
         pairs = zip(self._specs, master_weights, strict=True)
         self.bound = [master if spec.extent else None for spec, master in pairs]
         self.masters.bind(self._matrices.masters(self.bound))
-        held = [master for master in self.bound if master is not None]
-        self._seen = one_of_each_storage(held) if self._is_flat else held
-        self._lie = self._lie_now()
-
-    def _lie_now(self) -> Lie:
-        """How the masters lie. Of a flat plan's aliases, memory alone can change."""
-        return addresses_of(self._seen) if self._is_flat else lie_of(self._seen)
+        held = (master for master in self.bound if master is not None)
+        self._watched = watch(held, FORM, self._scope)
 
     @contextmanager
-    def released(self, *, anew: bool) -> Iterator[None]:
-        """Keep no master alive afterwards, of several threads one after another. ``anew``: let the
-        next cast measure, whatever an update has measured.
+    def for_one_call(self, uncounted: object = None) -> Iterator[None]:
+        """Keep no master alive afterwards, of several threads one after another. ``uncounted``
+        changes with writes of the masters that torch does not count.
         """
         with self._one_thread:
-            if anew:
-                self._measured = None
+            self._uncounted = uncounted
             try:
                 yield
             finally:
@@ -227,12 +218,12 @@ class PreparedCast:
         """Take the amaxes of the masters, and write what codes wait for nothing, but where an
         update has just done so; nothing after an error.
         """
-        measured, self._measured = self._measured, None
+        amaxes_of, self._amaxes_of = self._amaxes_of, None
         if attempt.error is not None:
             return
         with attempt:
             self._follow()
-            if measured is None or measured != self._now():
+            if amaxes_of is None or amaxes_of != self._masters_now():
                 self._begin(version, writes=self.steps.writes_early)
                 self.steps.run("partial_amax")
 
@@ -240,24 +231,21 @@ class PreparedCast:
         self,
         version: CastVersion,
         updates: Sequence[AdamWUpdate],
-        lent: Sequence[torch.Tensor | None] | None = None,
+        masters: Sequence[torch.Tensor | None] | None = None,
+        uncounted: object = None,
     ) -> list[AdamWUpdate]:
         """Make those of ``updates`` that are of masters, and measure all masters; return the
         others, and all where a cast must write nothing before its amaxes were judged.
 
-        ``lent`` are masters that are known to fit, for as long as this takes. Whoever lends them
-        reads the codes of the latest cast until the next, so where an update would write codes it
-        is returned, too.
+        ``masters`` known to fit are held by this call alone. Codes stay those of the latest cast
+        then: all updates are returned where one would write codes.
         """
-        if lent is not None:
+        if masters is not None:
             if self.steps.writes_early:
                 return list(updates)
-            with self.released(anew=True):
-                self.bind(lent)
-                return self._update(version, updates)
-        return self._update(version, updates)
-
-    def _update(self, version: CastVersion, updates: Sequence[AdamWUpdate]) -> list[AdamWUpdate]:
+            with self.for_one_call(uncounted):
+                self.bind(masters)
+                return self.update(version, updates)
         places = {master.data_ptr(): i for i, master in enumerate(self.bound) if master is not None}
         by_place: list[AdamWUpdate | None] = [None] * len(self.bound)
         others = []
@@ -268,17 +256,17 @@ class PreparedCast:
             else:
                 by_place[place] = update
         if any(by_place):
-            self._measured = None
+            self._amaxes_of = None
             self._follow()
             self._begin(version, writes=self.steps.writes_early)
             self.steps.update(self._matrices.updates(by_place))
-            self._measured = self._now()
+            self._amaxes_of = self._masters_now()
         return others
 
     def _follow(self) -> None:
         """Prepare again where a weight has moved, and bind the masters where one has."""
         self.follow_moves()
-        if self._lie != self._lie_now():
+        if self._watched.changed():
             self.rebind(self.bound)
 
     def _begin(self, version: CastVersion, *, writes: bool) -> None:
@@ -289,16 +277,13 @@ class PreparedCast:
         if writes:
             version.tick(self.addresses.written)
 
-    def _now(self) -> tuple[object, ...]:
+    def _masters_now(self) -> tuple[object, ...]:
         """What amaxes are taken of, unequal where that has changed: the launches, which are made
-        anew where a weight has moved, the masters' memory, and the writes of masters and weights,
-        as torch counts them: of a flat plan those of its masters' storages, and its bindings.
+        again where a weight has moved, the addresses of masters, and writes of masters and weights.
+        It keeps no master alive.
         """
-        # An address alone may be that of memory which was freed meanwhile.
-        memory = [StorageWeakRef(master.untyped_storage()) for master in self._seen]
-        bindings = self.masters.version if self._is_flat else 0
-        writes = [each._version for each in (*self._seen, *self.addresses.written)]
-        return self.steps, memory, self._lie_now(), writes, bindings
+        written = look_at([*self._watched.tensors, *self.addresses.written], WRITES)
+        return self.steps, self.masters.table.tolist(), written, self._uncounted
 
     @torch.inference_mode(False)
     def _prepare(self) -> None:

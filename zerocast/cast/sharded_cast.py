@@ -17,6 +17,7 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Attempt, Communicator
 from zerocast.layout import Owners
 from zerocast.tensors import CastVersion, QuantizedTensor
+from zerocast.tensors.ledger import Scope
 from zerocast.tensors.pipeline import CastPipeline
 from zerocast.tensors.untraced import untraced
 
@@ -35,7 +36,7 @@ class ShardedCast:
         check_finite: whether a cast raises where a master is not finite.
         rebuild_on_use: whether the next use of a weight may rebuild its derived copies.
         one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
-        is_flat: whether it looks at one tensor of each storage (:mod:`zerocast.cast.flat_plan`).
+        scope: what a cast looks at for memory that has moved: see :class:`CastPlan`.
 
     Attributes:
         specs: as given.
@@ -63,7 +64,7 @@ class ShardedCast:
         check_finite: bool = False,
         rebuild_on_use: bool = False,
         one_by_one_from: int | None = None,
-        is_flat: bool = False,
+        scope: Scope = "tensor",
     ) -> None:
         self.specs, self.comms = specs, [*members, *tp_shards]
         self.device = specs[0].storage.device if specs else torch.device("cpu")
@@ -74,7 +75,7 @@ class ShardedCast:
         self._members, self._check_finite = collectives.members, check_finite
         self.prepared = PreparedCast(
             [weight for weight in weights if isinstance(weight, QuantizedTensor)],
-            masters, specs, collectives, judges_amaxes=check_finite, is_flat=is_flat,
+            masters, specs, collectives, judges_amaxes=check_finite, scope=scope,
         )  # fmt: skip
         self.attempt, self.step = Attempt(), 0
         self.version = CastVersion(rebuild_on_use=rebuild_on_use)

@@ -57,8 +57,8 @@ from zerocast.errors import InputError, UnsupportedError, VerificationError, Zer
 from zerocast.layout import Owners
 from zerocast.numerics import NUMERICS_VERSION
 from zerocast.recipes import describe_recipe
-from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.digest import RepeatedDigests
+from zerocast.tensors.ledger import announced
 
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 
@@ -133,7 +133,7 @@ class Verification:
 
     def _numbers(self, comm: Communicator) -> torch.Tensor:
         """The digests of all buffers, weight by weight, on the CPU until the next call."""
-        if self._version != (version := QuantizedStorage.buffers_version):
+        if self._version != (version := announced("tensor")):
             self._tensors = {
                 each: [tensor for weight in weights for tensor in _compared(weight)]
                 for each, weights in self._weights.items()

@@ -14,6 +14,7 @@ from zerocast.cast.shard_spec import NO_CODES, ShardSpec
 from zerocast.comm import Communicator
 from zerocast.layout import NOTHING, Owners
 from zerocast.tensors import QuantizedStorage, prepare_expansion
+from zerocast.tensors.ledger import announce
 from zerocast.tensors.weight_operands import OwnScales
 
 ONE_BY_ONE_FROM = 1 << 20
@@ -28,7 +29,7 @@ def allocate_codes(weights: Iterable[QuantizedStorage], device: torch.device) ->
             name = weight.planes[0].codes_name
             codes = weight.form.buffers[name]
             weight.buffers[name] = torch.empty(codes.shape, dtype=codes.dtype, device=device)
-    QuantizedStorage.bump_buffers_version()
+    announce()
 
 
 def start_scales(

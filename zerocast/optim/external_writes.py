@@ -26,7 +26,8 @@ from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import value_digests
 from zerocast.tensors import CastVersion
-from zerocast.tensors.digest import RepeatedDigests, digest
+from zerocast.tensors.digest import digest
+from zerocast.tensors.ledger import watch
 
 
 class ExternalWrites:
@@ -43,11 +44,9 @@ class ExternalWrites:
         self._found: set[int] = set()
         self._versions = {i: 0 for i, weight in enumerate(shards.weights) if weight.kind.is_codes}
         self._others: int | None = None  # of all writes those that are no casts of the optimizer's
-        self._settled: int | None = None  # the same when all versions were read
-        self._plain, self._digests = shards.plain, RepeatedDigests()
-        self._values = [v for b in shards.buckets if not b.kind.is_codes for v in b.plain_values]
-        device = shards.masters.device
-        self._published = torch.zeros(len(self._values), dtype=torch.int64, device=device)
+        buckets = [bucket for bucket in shards.buckets if not bucket.kind.is_codes]
+        self._plain = shards.plain
+        self._values = watch(value for bucket in buckets for value in bucket.plain_values)
         for weight in shards.weights:
             if weight.storage is not None:
                 weight.storage.keeps_source = True
@@ -61,8 +60,8 @@ class ExternalWrites:
         if others != self._others:
             self._others = others
             self._found.update(i for i, v in self._versions.items() if self._version(i) != v)
-        if self._values:
-            self._differ = self._digests.of(self._values) != self._published
+        if self._plain:
+            self._differ = self._values.differs()
             if waits:
                 self._found.update(compress(self._plain, self._differ.tolist()))
         return bool(self._found)
@@ -95,20 +94,20 @@ class ExternalWrites:
                 "masters again; make one step before the capture."
             )
         self._shards.restart_masters(sorted(self._found & self._versions.keys()))
-        if self._values and not (is_cpu and self._found.isdisjoint(self._plain)):
+        if self._plain and not (is_cpu and self._found.isdisjoint(self._plain)):
             self._shards.restart_plain_masters(self._differ)
 
     def settle(self) -> None:
         """Forget what was found: the weights have just been made from the masters."""
+        others = self._count_others()
+        if self._found or others != self._others:
+            self._versions.update((i, self._version(i)) for i in self._versions)
         for i in self._found:
             self._forget_init_value(i)
         self._found.clear()
-        self._others = self._count_others()
-        if self._others != self._settled:
-            self._versions.update((i, self._version(i)) for i in self._versions)
-        self._settled = self._others
-        if self._values:
-            self._published.copy_(self._digests.of(self._values))
+        self._others = others
+        if self._plain:
+            self._values.keep_bytes()
 
     def agree_and_take(self) -> None:
         """Call :meth:`agree` where any rank has found something, then :meth:`take`. Collective."""

@@ -24,11 +24,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerocast.cast.addresses import addresses_of, one_of_each_storage
 from zerocast.comm.communicator import Wait
 from zerocast.errors import UnsupportedError
 from zerocast.numerics import Launch
 from zerocast.tensors import CastVersion, QuantizedStorage, prepare_rebuild
+from zerocast.tensors.ledger import Token, announce, watch
 
 
 class PendingAllGather:
@@ -52,8 +52,7 @@ class PendingAllGather:
         self.under_way = self._finishing = self._captured = False
         self._failure: Exception | None = None
         self._launches: list[Launch] = []
-        self._seen: list[torch.Tensor] = []  # one tensor of each storage that these write
-        self._lie: tuple[int, list[int]] | None = None
+        self._watched: Token | None = None  # the buffers that they were prepared for
         weakref.finalize(self, _finish, self._waits)
         # It casts nothing, and says when the copies of all weights were made.
         self._version = CastVersion(rebuild_on_use=False)
@@ -76,7 +75,7 @@ class PendingAllGather:
                 "without overlap_all_gather."
             )
         self.under_way = True
-        QuantizedStorage.bump_buffers_version(is_move=False)
+        announce("tensor")
         try:
             self._waits.extend(gathers)
         except Exception as error:
@@ -126,21 +125,16 @@ class PendingAllGather:
             self.under_way = False
 
     def _rebuild_derived(self) -> None:
-        """Run launches that are prepared once, and again where a weight has moved; see
-        :mod:`zerocast.cast.flat_plan`.
-        """
-        if self._lie != self._look():
+        """Run launches that are prepared once, and again where a weight has moved."""
+        watched = self._watched
+        if watched is None or watched.is_announced or watched.changed():
             storages = [storage for each in self._storages if (storage := each()) is not None]
             self._launches = prepare_rebuild(storages)
             buffers = [buffer for storage in storages for buffer in storage.buffers.values()]
-            self._seen = one_of_each_storage(buffers)
-            self._lie = self._look()
+            self._watched = watch(buffers, scope="storage")
         for launch in self._launches:
             launch()
         self._version.mark_rebuilt()
-
-    def _look(self) -> tuple[int, list[int]]:
-        return QuantizedStorage.moves, addresses_of(self._seen)
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from zerocast.cast.flat_plan import FlatPlan
+from zerocast.cast.plan import CastPlan
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.errors import InputError, ZerocastError
 from zerocast.optim.fused_adamw import FusedAdamW
@@ -56,13 +56,13 @@ class Publication:
             i: shards.master(i) if shards.own[i].extent else None
             for i, weight in enumerate(shards.weights) if weight.kind.is_codes
         }  # fmt: skip
-        self._plan: FlatPlan | None = None
+        self._plan: CastPlan | None = None
         self._written: list[torch.Tensor] = []  # of which torch counts the writes
         self._verified = 0  # the cast that was compared last
         self._stages: list[Callable[[], None]] = []
         if self._masters:
             weights = [shards.weights[i] for i in self._masters]
-            self._plan = FlatPlan(
+            self._plan = CastPlan(
                 [weight.param for weight in weights],
                 list(self._masters.values()),
                 [
@@ -73,6 +73,7 @@ class Publication:
                 names=[weight.name for weight in weights],
                 exchange="boundary",
                 verify=verify,
+                scope="storage",
             )
             # All codes are views of one allocation, whose counter they share.
             params = [weight.param for weight in weights]

@@ -22,15 +22,15 @@ from contextlib import contextmanager
 import torch
 
 from zerocast.arguments import check_flag
-from zerocast.cast.flat_plan import allocate_together, lay_together
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
 from zerocast.optim.buckets import BUCKET_SIZE, Bucket, OwnedShard, fill_buckets
 from zerocast.optim.pending_all_gather import PendingAllGather
-from zerocast.optim.places import Places
 from zerocast.optim.stepped_weights import Weight, restart_master, restart_plain_master
-from zerocast.tensors import QuantizedStorage
+from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors.allocations import allocate_together, lay_together
+from zerocast.tensors.ledger import WEIGHT, watch
 
 
 class ShardedWeights:
@@ -92,7 +92,7 @@ class ShardedWeights:
         self.masters = torch.zeros(self.num_columns, dtype=torch.float32, device=device)
         self.held = {i: self.master(i) for i, shard in enumerate(self.own) if shard.extent}
         self.whole: dict[int, torch.Tensor] | None = None
-        self._places = Places(self.weights, self.code_flats)
+        self._watch()
 
     def _own_shards(self) -> list[OwnedShard]:
         by_weight: dict[int, OwnedShard] = {}
@@ -150,7 +150,7 @@ class ShardedWeights:
             if self.overlaps and bucket.kind.is_codes:
                 storages = [self.weights[i].storage for i in bucket.members]
                 bucket.pending = PendingAllGather([s for s in storages if s is not None])
-        self._places = Places(self.weights, self.code_flats)
+        self._watch()
 
     @property
     def code_flats(self) -> list[torch.Tensor]:
@@ -159,9 +159,34 @@ class ShardedWeights:
 
     def moved_weight(self) -> InputError | None:
         """Return the error for a weight that no longer lies in its bucket, as after
-        ``model.float()``.
+        ``model.float()``: a step would write memory that nothing reads.
         """
-        return self._places.error()
+        if not any(each.changed() for each in self._watched) and not self._codes.is_announced:
+            return None
+        for weight, now, before in zip(self.weights, self._places(), self._found, strict=True):
+            if now != before:
+                return InputError(
+                    f"{weight.name} must stay in the buffer that ZeroOptimizer put it in, and no "
+                    "longer lies there; convert or move a model (model.to, model.float) before "
+                    "making its optimizer, and write weights in place (copy_)."
+                )
+        self._codes.note_announced()
+        return None
+
+    def _watch(self) -> None:
+        """Note where the weights lie. The model has the weights themselves, so each is looked at;
+        codes lie in one allocation.
+        """
+        params = [weight.param for weight in self.weights]
+        plain = [param for param in params if not isinstance(param, QuantizedTensor)]
+        coded = [param for param in params if isinstance(param, QuantizedTensor)]
+        self._codes = watch(self.code_flats, scope="storage")
+        self._watched = [watch(coded, WEIGHT), watch(plain), self._codes]
+        self._found = self._places()
+
+    def _places(self) -> list[tuple[object, ...]]:
+        """Return which weight each is, and where its codes or values lie."""
+        return [(w.storage, *[plane.data_ptr() for plane in w.planes]) for w in self.weights]
 
     def store_plain(self, columns: torch.Tensor) -> None:
         """Round ``columns``, FP32 [num_columns], this rank's masters or what stands for them, into

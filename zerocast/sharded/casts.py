@@ -142,8 +142,7 @@ def _run_casts(cast_groups: Sequence[CastGroup], number: int = 0) -> None:
         )
         keep_plan(storages, _KEY, plan)
     plan.step = number
-    is_measured = all(gather.cast_values.are_measured(gather.master) for gather in gathers)
-    plan.cast_and_release(masters, anew=not is_measured)
+    plan.cast_and_release(masters, [gather.cast_values.uncounted for gather in gathers])
     for cast_group in cast_groups:
         for gather in cast_group:
             gather.mark_cast(cast_group, plan, gathers)

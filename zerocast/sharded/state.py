@@ -20,6 +20,7 @@ from zerocast.recipes import Recipe, recipe_to_values
 from zerocast.recipes.recipe import Buffers
 from zerocast.sharded.placement import counted_with, write_counter
 from zerocast.tensors.digest import digest
+from zerocast.tensors.ledger import counted_writes, memory_of
 
 State = dict[str, torch.Tensor]
 """The tensors of a recipe state, by the names of :attr:`Recipe.state`; the same on every rank."""
@@ -99,14 +100,14 @@ class CastValues:
         self._digest: torch.Tensor | None = None
         self._counter: torch.Tensor | None = None  # a DTensor that counts writes, without memory
         self._counted = 0
-        self._measured: tuple[StorageWeakRef, int, int] | None = None
+        self._others = 0  # writes that neither torch nor that DTensor counts
         self.are_loaded = False
 
     def are_in(self, tensor: torch.Tensor) -> bool:
         """Say whether ``tensor`` has the values that were cast last, but for writes unseen."""
         if self._count() != self._counted:
             return False
-        return self._versions.get(_memory(tensor)) == _version(tensor)
+        return self._versions.get(memory_of(tensor)) == counted_writes(tensor)
 
     def differ_from(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return int32 [] on the device of ``tensor``: 1 if it was written since it was cast, seen
@@ -120,36 +121,36 @@ class CastValues:
 
     def set_to(self, tensor: torch.Tensor, *, are_loaded: bool = False) -> None:
         """Note that ``tensor`` has been cast, here or where it was saved."""
-        self._versions = {_memory(tensor): _version(tensor)}
+        self._versions = {memory_of(tensor): counted_writes(tensor)}
         self._kind = tensor.shape, tensor.dtype
         self._digest = digest(tensor)
-        self._counted, self._measured = self._count(), None
+        self._counted = self._count()
         self.are_loaded = are_loaded
 
-    def set_measured(self, tensor: torch.Tensor) -> None:
-        """Note that an update has measured ``tensor`` for the next cast."""
-        self._measured = _memory(tensor), _version(tensor), self._count()
-
-    def are_measured(self, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor`` has the values that were measured last, but for writes unseen."""
-        return self._measured == (_memory(tensor), _version(tensor), self._count())
+    @property
+    def uncounted(self) -> tuple[int, int]:
+        """What changes with the writes that are seen and that torch does not count for the
+        memory.
+        """
+        return self._others, self._count()
 
     def count_writes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of ``tensor``, a DTensor of a master's memory, whose writes are seen."""
         with torch.inference_mode(False):  # which counts no writes
             if self._counter is None:
                 self._counter = write_counter(tensor)
-                self._counted, self._measured = self._count(), None
+                self._counted = self._count()
             return counted_with(self._counter, tensor)
 
     def forget(self) -> None:
-        """Note that no values have been cast, nor measured."""
-        self._versions, self._measured, self.are_loaded = {}, None, False
+        """Note that the master may hold any values."""
+        self._versions, self.are_loaded = {}, False
+        self._others += 1
 
     def written(self, tensor: torch.Tensor) -> None:
         """Note that an operation which torch does not count has written ``tensor``."""
-        self._versions.pop(_memory(tensor), None)
-        self._measured = None
+        self._versions.pop(memory_of(tensor), None)
+        self._others += 1
 
     def copied(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Note that ``source`` was copied into ``target``: that has cast values if all rows were
@@ -158,23 +159,12 @@ class CastValues:
         kinds = {self._kind, (source.shape, source.dtype), (target.shape, target.dtype)}
         is_known = self.are_in(source) and len(kinds) == 1
         if self.are_loaded and source.dtype == target.dtype:  # a piece has no count of writes
-            is_known = _memory(source) in self._versions
-        if is_known and _memory(source) != _memory(target):
-            self._versions[_memory(target)] = _version(target)
-            self._measured = None
+            is_known = memory_of(source) in self._versions
+        if is_known and memory_of(source) != memory_of(target):
+            self._versions[memory_of(target)] = counted_writes(target)
+            self._others += 1
         else:
             self.written(target)
 
     def _count(self) -> int:
-        return 0 if self._counter is None else _version(self._counter)
-
-
-def _memory(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a key that is the same for all views of one memory, and different for any other, empty
-    memory included.
-    """
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return 0 if self._counter is None else counted_writes(self._counter)

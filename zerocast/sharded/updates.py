@@ -4,8 +4,8 @@ Note: amaxes that an update took
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 :class:`zerocast.optim.FusedAdamW` has the updated rows at hand, so it takes their amaxes in the
 same pass, by the plan that cast them last. The next cast by that plan begins with these amaxes
-where the rows are still what was measured: on this rank torch has seen no write since
-(:meth:`zerocast.sharded.state.CastValues.are_measured`), and nothing has moved. Otherwise it
+where the rows are still what was measured: on this rank no write was seen since, by torch or
+another (:attr:`zerocast.sharded.state.CastValues.uncounted`), and nothing has moved. Otherwise it
 measures again. Ranks need not do the same.
 
 An update measures where it is of all masters of a plan that are trained: others would be read for
@@ -38,10 +38,9 @@ def update_masters(
             continue
         own = [u for gather in gathers if (u := by_gather.get(gather)) and u.master.numel()]
         masters = [gather.master if gather.master.numel() else None for gather in gathers]
-        others = plan.update_masters(own, masters)
+        uncounted = [gather.cast_values.uncounted for gather in gathers]
+        others = plan.update_masters(own, masters, uncounted)
         made |= set(map(id, own)) - set(map(id, others))
-        for gather in gathers:
-            gather.cast_values.set_measured(gather.master)
     return [update for update in updates if id(update) not in made]
 
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zerocast.errors import RankMismatchError, UnsupportedError
 from zerocast.recipes import describe_recipe
 from zerocast.tensors.dequantized_view import OTHER_NAMESPACES, DequantizedView, refuse_writes
+from zerocast.tensors.ledger import announce
 from zerocast.tensors.post_gather import rebuild_derived
 from zerocast.tensors.quantized_tensor import QuantizedTensor
 from zerocast.tensors.storage import QuantizedStorage
@@ -145,7 +146,7 @@ class PendingCollective(torch.distributed.Work):
                 storage = tensor.quantized_storage
                 self._earlier.append((storage, storage.wait_pending))
                 storage.wait_pending = self._wait
-        QuantizedStorage.bump_buffers_version()
+        announce()
 
     def wait(self, *timeout: Any) -> bool:
         """Wait as torch does; the weights have their bytes then.

@@ -16,7 +16,6 @@ NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tens
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,10 +25,9 @@ import torch
 from zerocast.errors import InputError, StaleCopyError
 from zerocast.recipes import BufferSpec, Recipe
 from zerocast.tensors.held_planes import HeldPlanes, read_rowwise_only
+from zerocast.tensors.ledger import announce
 from zerocast.tensors.staleness import Writes
 from zerocast.tensors.tp_shard import TensorParallelShard
-
-_moves = itertools.count(1)
 
 
 class QuantizedStorage(HeldPlanes):
@@ -51,14 +49,6 @@ class QuantizedStorage(HeldPlanes):
             refer to the weight, so they are kept here and live as long as it does; a table
             elsewhere would keep both alive. They are neither copied nor saved.
     """
-
-    buffers_version: int = 0
-    """A number that changes when buffers of any storage are replaced, or a gather into them begins
-    that is not waited for. So a plan finds out by one comparison whether it has to look at buffers
-    again."""
-
-    moves: int = 0
-    """The same, but for gathers of a ZeroOptimizer, whose own plan waits for them."""
 
     def __init__(
         self,
@@ -138,7 +128,7 @@ class QuantizedStorage(HeldPlanes):
             del self.buffers[name]
         if names:
             self._form = None
-            self.bump_buffers_version()
+            announce()
 
     @property
     def can_derive_columnwise(self) -> bool:
@@ -151,7 +141,7 @@ class QuantizedStorage(HeldPlanes):
         """Make room for a columnwise copy, unfilled, that is not there and can be derived."""
         self.buffers.update(self._lacking(self.buffers, columnwise=True))
         self._form = None
-        self.bump_buffers_version()
+        announce()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -217,16 +207,7 @@ class QuantizedStorage(HeldPlanes):
         old = self.buffers[name]
         assert (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
         self.buffers[name] = tensor
-        self.bump_buffers_version()
-
-    @staticmethod
-    def bump_buffers_version(*, is_move: bool = True) -> None:
-        """Make plans look at the buffers before they use them again: some were replaced, or are
-        written by a gather that has begun; a ZeroOptimizer's gather is no move for its own plan.
-        """
-        QuantizedStorage.buffers_version = next(_moves)
-        if is_move:
-            QuantizedStorage.moves = QuantizedStorage.buffers_version
+        announce()
 
     # --- versions ---
 

@@ -1,8 +1,8 @@
 """WeightData: the buffers of a quantized weight, by name: codes, scales and recipe state.
 
 Each is an alias of the buffer, made at each access: what is written to it is written to the weight.
-To give the alias other memory (``.data = ...``, ``set_``) does not move the weight, so plans need
-not look for that (:mod:`zerocast.cast.flat_plan`). Reading a buffer that is missing or stale raises
+To give the alias other memory (``.data = ...``, ``set_``) does not move the weight, so nobody needs
+to look for that (:mod:`zerocast.tensors.ledger`). Reading a buffer that is missing or stale raises
 an error that says how to get it.
 """
 

@@ -19,7 +19,6 @@ import torch
 from zerocast.backends import use_backend
 from zerocast.cast.amax_buffers import ExchangeKind, is_boundary
 from zerocast.cast.consistency import tp_shards_by_group
-from zerocast.cast.flat_plan import ALIGNMENT
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.cast.sharded_cast import ShardedCast
 from zerocast.comm import RecordingCommunicator, raise_together
@@ -33,6 +32,7 @@ from zerocast.optim.inner import InnerOptimizer
 from zerocast.optim.matrix_owners import MatrixOwners
 from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import Weight, storage_kind
+from zerocast.tensors.allocations import ALIGNMENT
 from zerocast.tensors.pipeline import CastPipeline
 
 SENT = {

@@ -1,5 +1,5 @@
-"""A plan of weights and masters that lie in a few allocations: the time of a step is that of one
-weight, and every move is followed or refused.
+"""What the calls of a plan look at: of weights and masters in a few allocations a few tensors, so
+that a step takes as long as that of one weight; and every move is followed or refused.
 """
 
 import sys
@@ -16,8 +16,9 @@ from tests.support.claims import assert_unsharded_cast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.backends.cuda import CudaBackend
-from zerocast.cast.flat_plan import FlatPlan, allocate_together, lay_together
 from zerocast.comm import Communicator, run_in_process
+from zerocast.tensors.allocations import allocate_together, lay_together
+from zerocast.tensors.ledger import Scope, announce
 
 SHAPE = (48, 32)
 NUMEL = 48 * 32
@@ -48,7 +49,7 @@ def instructions(run: Callable[[], None]) -> int:
     return count
 
 
-def planned(recipe: str, count: int, kind: type[zerocast.CastPlan] = FlatPlan) -> tuple:
+def planned(recipe: str, count: int, scope: Scope = "storage") -> tuple:
     """Weights laid together, the masters' memory, and a plan of views of it."""
     weights = [zerocast.empty(SHAPE, recipe) for _ in range(count)]
     lay_together(weight.quantized_storage for weight in weights)
@@ -58,7 +59,7 @@ def planned(recipe: str, count: int, kind: type[zerocast.CastPlan] = FlatPlan) -
     ):  # fmt: skip
         zerocast.replace_raw_data(weight, codes)
     masters = draw_values("normal", count * NUMEL, 1)
-    plan = kind(weights, list(masters.split(NUMEL)), [0] * count)
+    plan = zerocast.CastPlan(weights, list(masters.split(NUMEL)), [0] * count, scope=scope)
     step(plan)
     return weights, masters, plan
 
@@ -68,28 +69,36 @@ def code_sizes(weights: list[zerocast.QuantizedTensor]) -> list[int]:
     return [weight.rowwise_data.numel() for weight in weights]
 
 
-@pytest.mark.parametrize("kind", [FlatPlan, zerocast.CastPlan])
-def test_a_step_looks_at_a_tensor_of_each_storage(kind: type[zerocast.CastPlan]) -> None:
-    """It takes as many instructions of Python for 12 weights as for 2; of a plan whose caller's
-    tensors may move, more.
-    """
+@pytest.mark.parametrize("call", ["cast", "all_gather", "post_all_gather_processing"])
+@pytest.mark.parametrize("scope", ["storage", "tensor"])
+def test_a_call_takes_as_many_instructions_for_more_weights(scope: Scope, call: str) -> None:
+    """Of Python, for 12 weights and for 2, whether their tensors are the plan's or its caller's."""
 
     @zerocast.use_backend(CudaBackend(Idle()))
     def of(count: int) -> int:
-        _, _, plan = planned("nvfp4", count, kind)
-        return instructions(lambda: step(plan))
+        _, _, plan = planned("nvfp4", count, scope)
+        return instructions(getattr(plan, call))
 
-    assert (of(12) == of(2)) == (kind is FlatPlan)
+    assert of(12) == of(2)
+
+
+@pytest.mark.parametrize("scope", ["storage", "tensor"])
+def test_looks(scope: Scope) -> None:
+    """A cast looks at one tensor of each storage, or at every tensor."""
+    _, _, plan = planned("nvfp4", 12, scope)
+    looked_at = [plan._prepared._watched, plan._prepared.addresses._watched]
+    few = 5 if scope == "storage" else 12 * 5
+    assert [len(each.tensors) for each in looked_at] == [1 if scope == "storage" else 12, few]
 
 
 def test_gathers_of_its_maker_are_no_moves() -> None:
-    """After those that a flat plan's weights wait for, a cast looks at no more than before."""
+    """After those that its maker waits for, a cast looks at no more than before."""
 
     @zerocast.use_backend(CudaBackend(Idle()))
     def of(*, gathers: bool) -> int:
-        weights, _, plan = planned("nvfp4", 2)
+        _, _, plan = planned("nvfp4", 2)
         if gathers:
-            weights[0].quantized_storage.bump_buffers_version(is_move=False)
+            announce("tensor")
         return instructions(plan.cast)
 
     assert of(gathers=True) == of(gathers=False)
@@ -225,7 +234,7 @@ def test_a_move_of_one_weight_is_followed_by_the_gather() -> None:
         room = torch.zeros(3, NUMEL // 2, dtype=torch.uint8)
         for weight, codes in zip(weights, room[1:], strict=True):
             zerocast.replace_raw_data(weight, codes)
-        plan = FlatPlan(weights, masters, [start] * 2, comm)
+        plan = zerocast.CastPlan(weights, masters, [start] * 2, comm, scope="storage")
         step(plan)
         zerocast.replace_raw_data(weights[0], room[0])
         for master in masters:
