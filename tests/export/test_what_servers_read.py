@@ -215,9 +215,9 @@ def test_modelopt_has_a_dialect_of_scales_by_rows(tmp_path):
     without scales of inputs.
     """
     model = pair()
-    folders = [tmp_path / name for name in ("modelopt", "compressed-tensors")]
+    save, folders = of_masters(model), [tmp_path / n for n in ("modelopt", "compressed-tensors")]
     for folder in folders:
-        save_pretrained(model, folder, dialect=f"{folder.name}/fp8-channel", **of_masters(model))
+        save_pretrained(model, folder, dialect=f"{folder.name}/fp8-channel", **save)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     assert ours["up.weight_scale"].shape == (96,)
     for name in theirs:
