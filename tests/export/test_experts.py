@@ -1,8 +1,6 @@
 """Experts in checkpoints: each projection of each expert as servers read linear layers."""
 
 import copy
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +8,13 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.support.claims import message_of
+from tests.support.exports import (
+    assert_received,
+    contents,
+    of_masters,
+    pieces_of,
+    update,
+)
 from tests.support.ranks import on_gloo, shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import run_in_process
@@ -109,7 +114,7 @@ def test_the_bytes_of_experts_are_those_that_they_were_trained_with(recipe, dial
     "dialect",
     ["compressed-tensors/nvfp4", "deepseek/fp8", "deepseek/v4", "compressed-tensors/fp8-tensor"],
 )
-def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
+def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect, tmp_path):
     """On 1, 2 and 3 ranks the same files; gate and up share their tensor amax, and in blocks of
     128x128, which would span both, each projection has its own. The layer beside them is cast by
     the same dialect, of DeepSeek-V4 in another format.
@@ -121,16 +126,13 @@ def test_experts_are_cast_from_masters_as_the_dialect_reads_them(dialect):
 
     def save(comm):
         own = copy.deepcopy(given)
-        optimizer = zerocast.optim.ZeroOptimizer(own.named_parameters(), group=comm)
-        folder = Path(comm.all_gather_object(tempfile.mkdtemp() if comm.rank == 0 else "")[0])
-        options = {"optimizer": optimizer, "from_masters": True, "dtype": torch.bfloat16}
-        save_pretrained(own, folder, dialect=dialect, bucket_bytes=2048, **options)
-        return folder
+        options = {"dtype": torch.bfloat16, "bucket_bytes": 2048, **of_masters(own, comm)}
+        save_pretrained(own, tmp_path / str(comm.size), dialect=dialect, **options)
+        return contents(tmp_path / str(comm.size))
 
-    folders = [run_in_process(size, save)[0] for size in (1, 2, 3)]
-    contents = [{f.name: f.read_bytes() for f in sorted(each.iterdir())} for each in folders]
-    assert contents[1] == contents[0] == contents[2]
-    loaded = load_pretrained(folders[0])
+    one, two, three = (run_in_process(size, save)[0] for size in (1, 2, 3))
+    assert one == two == three
+    loaded = load_pretrained(tmp_path / "1")
     for name in NAMES:
         matrix, rows = projection(plain, name)
         shared = scheme.scales_tensor  # of one amax, and of blocks inside rows
@@ -149,19 +151,14 @@ def test_deepseek_v4_has_experts_and_the_rest_in_one_checkpoint():
     """
     given = model()
     zerocast.nn.convert(given, "mxfp8", include=INCLUDE, strict=True)
-    optimizer = zerocast.optim.ZeroOptimizer(given.named_parameters(), lr=0.1)
-    options = {"optimizer": optimizer, "from_masters": True, "dtype": torch.bfloat16}
+    options = {"dtype": torch.bfloat16, **of_masters(given, lr=0.1)}
     refit, receiver = Refit(given, "deepseek/v4", **options), Receiver()
-    for since in (None, 1):
-        for name, delta in refit.deltas(since):
-            receiver.apply_delta(name, delta)
-        sent = dict(refit.named_tensors())
-        assert receiver.tensors.keys() == sent.keys()
-        for name, tensor in sent.items():
-            assert_same_bytes(receiver.tensors[name], tensor, name)
+    for _ in range(2):
+        update(refit, receiver)
+        sent = assert_received(refit, receiver)
         for parameter in given.parameters():
             parameter.grad = torch.ones(parameter.shape)
-        optimizer.step()
+        options["optimizer"].step()
     dtypes = {name: tensor.dtype for name, tensor in sent.items() if name.endswith(".weight")}
     assert dtypes.pop("head.weight") == torch.float8_e4m3fn
     assert dtypes.pop("embed.weight") == torch.bfloat16
@@ -191,17 +188,16 @@ def test_experts_that_lie_the_other_way_round_are_cast_turned(size):
 
     def run(comm):
         own, receiver = copy.deepcopy(given), Receiver()
-        optimizer = zerocast.optim.ZeroOptimizer(own.named_parameters(), lr=0.1, group=comm)
-        options = {"optimizer": optimizer, "from_masters": True, "dtype": torch.bfloat16}
+        options = {"dtype": torch.bfloat16, **of_masters(own, comm, lr=0.1)}
+        optimizer = options["optimizer"]
         refit = Refit(own, dialect, bucket_bytes=2048, **options)
         for step in range(2):
             draw = torch.Generator().manual_seed(step)
             for parameter in own.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=draw)
             optimizer.step()
-            for name, delta in refit.deltas(receiver.version):
-                receiver.apply_delta(name, delta)
-            pieces = list(refit.shards())
+            update(refit, receiver)
+            pieces = pieces_of(refit, receiver.tensors)
             for name, parameter in own.named_parameters():
                 value = optimizer.gather_master(parameter).bfloat16()
                 if value.dim() < 3:
@@ -210,11 +206,8 @@ def test_experts_that_lie_the_other_way_round_are_cast_turned(size):
                 whole = zerocast.quantize(value, dialect.recipe, columnwise=False)
                 for part, tensor in dialect.encode(whole.quantized_storage).items():
                     assert_same_bytes(receiver.tensors[name + part], tensor, name + part)
-                    for piece in (each for each in pieces if each.name == name + part):
-                        end = piece.start + len(piece.values)
-                        its_own = tensor.reshape(-1)[piece.start : end]
-                        assert_same_bytes(piece.values, its_own, f"{name}{part}, a piece")
-        return sum(len(each.values) for each in pieces if each.name.endswith("down_proj_blocks"))
+        own = (extents for name, extents in pieces.items() if name.endswith("down_proj_blocks"))
+        return sum(extent.size for extents in own for extent in extents)
 
     assert sum(run_in_process(size, run)) == (3 * 64 * ROWS + 2 * 64 * 32) // 2
 
@@ -302,17 +295,13 @@ def test_experts_that_are_not_converted_are_sent_by_projections(comm):
         fully_shard(part)
     options = {"dtype": torch.bfloat16, "from_masters": True, "group": comm}
     refit, receiver = Refit(own, "modelopt/mxfp8", **options), Receiver()
-    for name, delta in refit.deltas():
-        receiver.apply_delta(name, delta)
-    sent, pieces = dict(refit.named_tensors()), list(refit.shards())
+    update(refit, receiver)
+    sent = assert_received(refit, receiver)
+    pieces = pieces_of(refit, sent)
     for name in sorted(NAMES):  # in one order on all ranks
         matrix, rows = projection(plain, name)
         value = matrix.detach()[rows.start : rows.end].bfloat16()
         assert_same_bytes(sent[name], value, name)
-        assert_same_bytes(receiver.tensors[name], value, f"{name}, received")
-        (piece,) = (each for each in pieces if each.name == name)
-        its_own = value.reshape(-1)[piece.start : piece.start + len(piece.values)]
-        assert_same_bytes(piece.values, its_own, f"{name}, a piece")
-        sizes = comm.all_gather_object(len(piece.values))
-        assert (sum(sizes), piece.shape) == (value.numel(), value.shape)
-    assert sent.keys() == {each.name for each in pieces}
+        sizes = comm.all_gather_object(sum(piece.size for piece in pieces[name]))
+        assert sum(sizes) == value.numel()
+    assert sent.keys() == pieces.keys()

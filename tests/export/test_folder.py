@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.exports import contents
 from tests.support.llama import TIED_160, llama
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
@@ -23,14 +24,6 @@ def bank(rows=(48, 32)) -> Bank:
     model = Bank(rows).bfloat16()
     zerocast.nn.convert(model, "nvfp4")
     return model
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Of every file below ``folder``, by name; links and empty directories count, too."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
-        for path in folder.rglob("*")
-    }
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.exports import of_masters, tensors_of
 from tests.support.llama import TIED_160, llama
+from tests.support.models import GroupedExperts
 from tests.support.ranks import run_ranks
 from tests.support.weights import NVFP4
 from zerocast.errors import InputError
@@ -41,8 +43,8 @@ def static(dialect: str, model: torch.nn.Module, *kept: str) -> dict[str, object
     return {"input_scales": dict.fromkeys(cast, 1.0)} if dialect == "modelopt/fp8" else {}
 
 
-def scales(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """By layer and set of weights that servers fuse, their tensor scales."""
+def assert_shared(tensors: dict[str, torch.Tensor]) -> None:
+    """The weights that servers fuse have one tensor scale, of each layer and set."""
     found: dict[str, list[float]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
@@ -52,12 +54,7 @@ def scales(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
                 if layer in names:
                     found.setdefault(f"{parent}.{names[0]}", []).append(tensor.item())
     assert sorted(map(len, found.values())) == [2, 2, 3, 3]
-    return found
-
-
-def everything(export: Export) -> dict[str, torch.Tensor]:
-    """All that is exported."""
-    return {name: tensor for bucket in export.buckets() for name, tensor in bucket.items()}
+    assert all(len(set(each)) == 1 for each in found.values())
 
 
 @pytest.mark.parametrize("dialect", SCALED)
@@ -78,9 +75,9 @@ def test_by_default_a_model_is_exported_as_servers_fuse_it(dialect):
         if not groups:
             exports.append(Export(model, dialect, **own))
         for export in exports:
-            assert all(len(set(each)) == 1 for each in scales(everything(export)).values())
-    plain = Export(uneven(), dialect, include=["*self_attn*", "*gate_proj", "*up_proj"], **own)
-    assert all(len(set(each)) == 1 for each in scales(everything(plain)).values())
+            assert_shared(tensors_of(export))
+    include = ["*self_attn*", "*gate_proj", "*up_proj"]
+    assert_shared(tensors_of(uneven(), dialect, include=include, **own))
 
 
 @pytest.mark.parametrize("dialect", SCALED)
@@ -116,8 +113,8 @@ def test_weights_that_servers_fuse_are_refused_with_scales_of_their_own(dialect,
         for parameter in equal.parameters():
             parameter.clamp_(-0.01, 0.01)[(0,) * parameter.dim()] = 0.01
     zerocast.nn.convert(equal, SCALED[dialect], filter_fqns=["down_proj"], amax_groups=())
-    export = Export(equal, dialect, **static(dialect, equal, "down_proj", "lm_head"))
-    assert all(len(set(each)) == 1 for each in scales(everything(export)).values())
+    own = static(dialect, equal, "down_proj", "lm_head")
+    assert_shared(tensors_of(equal, dialect, **own))
 
 
 def test_a_dialect_without_a_scale_of_the_tensor_asks_for_no_groups():
@@ -129,30 +126,19 @@ def test_a_dialect_without_a_scale_of_the_tensor_asks_for_no_groups():
     ):
         model = uneven()
         zerocast.nn.convert(model, recipe, filter_fqns=["down_proj", "lm_head"], amax_groups=())
-        assert everything(Export(model, dialect))
+        assert tensors_of(model, dialect)
 
 
 def test_the_matrices_of_two_stacks_share_their_scales():
     """torchtitan's experts: matrix by matrix where they are cast, and refused where they are not
     grouped.
     """
-
-    class GroupedExperts(torch.nn.Module):
-        __module__ = "torchtitan.models.common.moe"
-
-        def __init__(self) -> None:
-            super().__init__()
-            values = torch.tensor([1.0, 2, 3]).view(3, 1, 1)
-            self.w1_EFD = torch.nn.Parameter(values.expand(3, 16, 32).clone())
-            self.w3_EFD = torch.nn.Parameter((5 * values).expand(3, 16, 32).clone())
-
-    model = torch.nn.ModuleDict({"experts": GroupedExperts()})
+    experts = GroupedExperts([1.0, 2.0, 3.0], [5.0, 10.0, 15.0])
+    model = torch.nn.ModuleDict({"experts": experts})
     zerocast.nn.convert(model, NVFP4, include=["experts"], amax_groups=())
-    optimizer = ZeroOptimizer(model.named_parameters())
     with pytest.raises(InputError, match=r"fuse experts\.0\.w1_EFD\.weight, experts\.0\.w3_EFD"):
         Export(model, "modelopt/nvfp4")
-    export = Export(model, "modelopt/nvfp4", optimizer=optimizer, from_masters=True)
-    tensors = everything(export)
+    tensors = tensors_of(model, "modelopt/nvfp4", **of_masters(model))
     for i in range(3):
         for name in ("w1_EFD", "w3_EFD"):
             scale = tensors[f"experts.{i}.{name}.weight_scale_2"]

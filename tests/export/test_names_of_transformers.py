@@ -2,14 +2,13 @@
 whatever a model calls its parameters.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import zerocast
 from tests.support.claims import message_of
+from tests.support.exports import configuration, update
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError
 from zerocast.export import save_pretrained
@@ -17,24 +16,12 @@ from zerocast.refit import Receiver, Refit
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2
+}  # fmt: skip
+TEXT = SIZES | {"vocab_size": 128, "num_key_value_heads": 1, "head_dim": 32}
 TWO_OF_FOUR = {"num_experts_per_tok": 2, "num_local_experts": 4}
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = SIZES | {"image_size": 28, "patch_size": 14}
 
 
 def _gemma3():
@@ -116,9 +103,14 @@ def test_experts_of_in_and_out_that_are_in_codes_are_stored_as_they_are(tmp_path
     assert_plain_as_saved(model, tmp_path, include=["*.experts"])
 
 
-def _qwen3(*, tie: bool):
+def _qwen3(*, tie: bool = False, **parameters: torch.nn.Parameter):
+    """Converted, but for its output layer."""
     config = transformers.Qwen3Config(**TEXT, tie_word_embeddings=tie)
-    return transformers.Qwen3ForCausalLM(config).bfloat16()
+    model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    for name, parameter in parameters.items():
+        model.register_parameter(name, parameter)
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    return model
 
 
 @pytest.mark.parametrize("says_tied", [False, True])
@@ -126,7 +118,6 @@ def test_an_output_layer_that_is_not_tied_as_the_configuration_says_is_refused(t
     """Servers go by ``tie_word_embeddings``: a trained head would be left out, or be missing."""
     model = _qwen3(tie=not says_tied)
     model.config.tie_word_embeddings = says_tied
-    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
     message = message_of(InputError, save_pretrained, model, tmp_path, dialect="modelopt/mxfp8")
     assert f"says tie_word_embeddings={says_tied}" in message
     assert f"set config.tie_word_embeddings={not says_tied}" in message
@@ -134,8 +125,7 @@ def test_an_output_layer_that_is_not_tied_as_the_configuration_says_is_refused(t
 
     model.config.tie_word_embeddings = not says_tied
     save_pretrained(model, tmp_path, dialect="modelopt/mxfp8")
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["tie_word_embeddings"] is not says_tied
+    assert configuration(tmp_path)["tie_word_embeddings"] is not says_tied
     stored = load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in stored) is says_tied
 
@@ -144,9 +134,8 @@ def test_an_output_layer_that_is_not_tied_as_the_configuration_says_is_refused(t
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_refused_in_high_precision_too(tmp_path, name, value):
     """By its name, as a weight in codes is; a buffer may hold infinities."""
-    model = _qwen3(tie=False)
+    model = _qwen3()
     model.register_buffer("mask", torch.full((4,), float("-inf")))
-    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
     save_pretrained(model, tmp_path / "finite", dialect="modelopt/mxfp8")
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] = value
@@ -174,12 +163,10 @@ def test_a_value_that_is_not_finite_on_one_rank_is_refused_on_all(dtype):
 
 def test_deltas_of_values_that_are_not_finite_are_refused():
     """As whole tensors are, and before any is sent on."""
-    model = _qwen3(tie=False)
-    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    model = _qwen3()
     refit = Refit(model, "modelopt/mxfp8", bucket_bytes=1 << 30)
     held = Receiver()
-    for name, delta in refit.deltas(held.version):
-        held.apply_delta(name, delta)
+    update(refit, held)
     with torch.no_grad():
         model.model.norm.weight[0] = float("inf")
     with pytest.raises(zerocast.NonFiniteError, match=r"model\.norm\.weight"):
@@ -188,8 +175,6 @@ def test_deltas_of_values_that_are_not_finite_are_refused():
 
 def test_a_number_is_stored_under_the_name_of_transformers(tmp_path):
     """A parameter without dimensions, such as CLIP's ``logit_scale``."""
-    model = _qwen3(tie=False)
-    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.5).bfloat16()))
-    zerocast.nn.convert(model, "mxfp8", filter_fqns=["lm_head"])
+    model = _qwen3(scale=torch.nn.Parameter(torch.tensor(2.5).bfloat16()))
     save_pretrained(model, tmp_path, dialect="modelopt/mxfp8")
     assert load_file(tmp_path / "model.safetensors")["scale"].item() == 2.5

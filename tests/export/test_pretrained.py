@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import functools
-import hashlib
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zerocast
+from tests.refit.planned import cuts, expected, masters, plan
+from tests.support.claims import assert_same_tensors
 from tests.support.experts import EXPERTS, moe
+from tests.support.exports import contents, of_masters, section_of, tensors_of
 from tests.support.live_memory import LiveMemory
 from tests.support.llama import TIED_160, llama, tokens
 from tests.support.models import Attention, Bank
-from tests.support.partitions import draw_partition
-from tests.support.ranks import on_ranks, run_ranks, shared_folder
+from tests.support.ranks import run_ranks, shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.serving import LINEAR_ALONE
 from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
 from zerocast.optim import ZeroOptimizer
 
 NVFP4, BLOCKS = zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()
+overrides = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 FUSED = [["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]
 
 
@@ -45,11 +46,6 @@ def decoded_as_served(masters, key, recipe, dtype=torch.bfloat16) -> torch.Tenso
     rows = [masters[f"{module}.{each}.weight".lstrip(".")] for each in names]
     values = zerocast.quantize(torch.cat(rows), recipe, dtype=dtype).dequantize()
     return values.split([len(each) for each in rows])[names.index(name)].contiguous()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Of every file."""
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
 def trained(model, recipe, comm) -> ZeroOptimizer:
@@ -77,44 +73,59 @@ def exported(folder: Path, base, recipe, world_size, **options) -> dict[str, tor
     return run_ranks("in_process" if world_size > 1 else "single_rank", world_size, run)[0]
 
 
-@pytest.mark.parametrize("name", LINEAR_ALONE)
-def test_files_are_the_same_on_any_number_of_ranks(tmp_path, name):
-    """Cast from the masters of a Llama, on 1, 2 and 4 ranks that cut inside of rows and blocks:
-    every file, and every weight in it is ``quantize`` of the whole master, or of those that servers
-    fuse with it.
+def assert_loaded(folder, masters, recipe, dtype=torch.bfloat16) -> list[str]:
+    """Each weight in codes is the cast of the whole master, or of those that servers fuse with it;
+    return the names of these weights.
     """
-    base = rounded(llama(TIED_160))
-    found = {}
-    for world_size in (1, 2, 4):
-        folder = tmp_path / str(world_size)
-        masters = exported(folder, base, NVFP4, world_size, dialect=name, from_masters=True)
-        found[world_size] = digests(folder)
-    assert found[1] == found[2] == found[4]
-    assert len(found[1]) > 5
     loaded = load_pretrained(folder)
-    quantized = 0
-    for key, tensor in loaded.items():
-        if isinstance(tensor, zerocast.QuantizedTensor):
-            quantized += 1
-            expected = decoded_as_served(masters, key, DIALECTS[name].recipe)
-            assert_same_bytes(tensor.dequantize(), expected, f"{name}: {key}")
-        else:
-            assert_same_bytes(tensor, masters[key].to(tensor.dtype), key)
-    assert quantized == 12
     assert loaded.keys() == masters.keys()  # a tied head is stored once
+    in_codes = [n for n, each in loaded.items() if isinstance(each, zerocast.QuantizedTensor)]
+    for key, tensor in loaded.items():
+        if key in in_codes:
+            expected = decoded_as_served(masters, key, recipe, dtype)
+            assert_same_bytes(tensor.dequantize(), expected, key)
+        else:
+            assert_same_bytes(tensor, masters[key].bfloat16().to(tensor.dtype), key)
+    return in_codes
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"),
-    [("compressed-tensors/nvfp4", NVFP4), ("deepseek/fp8-ue8m0", BLOCKS)],
+    ("name", "ranks"), [(name, (2, 4)[i % 2]) for i, name in enumerate(LINEAR_ALONE)]
 )
-def test_trained_bytes_are_saved_as_they_are(tmp_path, name, recipe):
-    """Of weights in square blocks, on 3 ranks: what is loaded decodes to the trained weights."""
+def test_files_are_the_same_on_any_number_of_ranks(tmp_path, name, ranks):
+    """Cast from the masters of a Llama, on 1 and on 2 or 4 ranks that cut inside of rows and
+    blocks: every file, and every weight in it is ``quantize`` of the whole master, or of those that
+    servers fuse with it.
+    """
     base = rounded(llama(TIED_160))
-    masters = exported(tmp_path, base, recipe, 3, dialect=name)
-    for key, tensor in load_pretrained(tmp_path).items():
-        if isinstance(tensor, zerocast.QuantizedTensor):
-            assert_same_bytes(tensor.dequantize(), decoded_as_served(masters, key, recipe), key)
+    found = []
+    for world_size in (1, ranks):
+        folder = tmp_path / str(world_size)
+        masters = exported(folder, base, NVFP4, world_size, dialect=name, from_masters=True)
+        found.append(contents(folder))
+    assert found[0] == found[1]
+    assert len(found[0]) > 5
+    assert len(assert_loaded(folder, masters, DIALECTS[name].recipe)) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "trained_by", "read_as", "options"),
+    [
+        ("compressed-tensors/nvfp4", NVFP4, NVFP4, {}),
+        ("deepseek/fp8-ue8m0", BLOCKS, BLOCKS, {}),
+        ("compressed-tensors/fp8-channel", NVFP4, DIALECTS["compressed-tensors/fp8-channel"].recipe,
+         {"from_masters": True, "dtype": torch.float32}),
+    ],
+)  # fmt: skip
+def test_trained_bytes_and_masters_of_a_dtype_are_saved(
+    tmp_path, name, trained_by, read_as, options
+):
+    """On 3 ranks: weights in square blocks as they were trained; and masters rounded to the dtype
+    that is given, FP32 of which gives other codes than BF16.
+    """
+    base = rounded(llama(TIED_160))
+    masters = exported(tmp_path, base, trained_by, 3, dialect=name, **options)
+    assert assert_loaded(tmp_path, masters, read_as, options.get("dtype", torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/nvfp4"])
@@ -132,8 +143,7 @@ def test_a_rank_holds_two_buckets(tmp_path, name, a_file):
         def run(comm, layers=layers, folder=folder):
             model = rounded(Bank(shape[:1] * layers, shape[1]))
             zerocast.nn.convert(model, NVFP4)
-            optimizer = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm)
-            options = {"dialect": name, "optimizer": optimizer, "from_masters": True}
+            options = {"dialect": name, **of_masters(model, comm, lr=1e-2)}
             with LiveMemory() as memory:
                 save_pretrained(model, folder, bucket_bytes=codes, **options)
             return memory.peak
@@ -144,18 +154,6 @@ def test_a_rank_holds_two_buckets(tmp_path, name, a_file):
     shared = max(files) - codes  # scales that threads gather are one's until all have copied them
     assert peaks[48] <= 1.05 * peaks[24] + shared
     assert max(peaks.values()) <= 2 * max(files)
-
-
-def test_masters_are_rounded_to_the_dtype_that_is_given(tmp_path):
-    """Under a ZeroOptimizer, as under FSDP2: FP32 masters give other codes than BF16 weights."""
-    options = {"dialect": "compressed-tensors/fp8-channel", "from_masters": True}
-    base = rounded(llama(TIED_160))
-    masters = exported(tmp_path, base, NVFP4, 2, **options, dtype=torch.float32)
-    recipe = DIALECTS[options["dialect"]].recipe
-    for key, tensor in load_pretrained(tmp_path).items():
-        if isinstance(tensor, zerocast.QuantizedTensor):
-            whole = zerocast.quantize(masters[key], recipe, dtype=torch.float32)
-            assert_same_bytes(tensor.dequantize(), whole.dequantize(), key)
 
 
 def test_weights_that_a_server_fuses_share_a_tensor_scale(tmp_path):
@@ -180,46 +178,47 @@ def test_weights_that_a_server_fuses_share_a_tensor_scale(tmp_path):
         model.wk.weight.mul_(2)
         model.wv.weight.mul_(3)
     zerocast.nn.convert(model, NVFP4, amax_groups=[["wq", "wk"]])
-    optimizer = ZeroOptimizer(model.named_parameters())
-    export = Export(model, "modelopt/nvfp4", optimizer=optimizer, from_masters=True)
-    (tensors,) = export.buckets()
+    tensors = tensors_of(model, "modelopt/nvfp4", **of_masters(model))
     shared = tensors["wq.weight_scale_2"]
     assert_same_bytes(tensors["wk.weight_scale_2"], shared, "wk")
     assert tensors["wv.weight_scale_2"] != shared
 
 
+def assert_transformers_evaluates(folder, ours, config=None) -> None:
+    """``from_pretrained`` gives the parameters of ``ours``, and its logits."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    config = config or CompressedTensorsConfig(dequantize=True)
+    found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=config
+    )
+    for name, parameter in found.named_parameters():
+        assert_same_bytes(parameter, ours.get_parameter(name), name)
+    with torch.no_grad():
+        logits = [model(input_ids=tokens(0) % 64).logits for model in (found, ours.eval())]
+    assert_same_bytes(*logits, "logits")
+
+
 @pytest.mark.parametrize("form", ["nvfp4", "fp8-channel", "mxfp8"])
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@overrides
 def test_transformers_loads_and_evaluates_what_is_saved(tmp_path, form):
     """By ``from_pretrained``, through compressed-tensors: every parameter is what was saved, and
     the logits are those of the model with the decoded weights.
     """
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-
     base = rounded(llama(TIED_160))
-    dialect = f"compressed-tensors/{form}"
-    exported(tmp_path, base, NVFP4, 2, dialect=dialect, from_masters=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
-    ours = rounded(llama(TIED_160)).eval()
+    exported(tmp_path, base, NVFP4, 2, dialect=f"compressed-tensors/{form}", from_masters=True)
+    ours = rounded(llama(TIED_160))
     state = {name: tensor.to(torch.bfloat16) for name, tensor in load_pretrained(tmp_path).items()}
-    ours.load_state_dict(state, strict=False)
-    for key, parameter in loaded.named_parameters():
-        assert_same_bytes(parameter, state[key], key)
-    with torch.no_grad():
-        logits = [model(input_ids=tokens(0)).logits for model in (loaded, ours)]
-    assert_same_bytes(*logits, "logits")
+    assert not ours.load_state_dict(state, strict=False).unexpected_keys
+    assert_transformers_evaluates(tmp_path, ours)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen-moe"])
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@overrides
 def test_transformers_loads_and_evaluates_experts_that_are_saved(tmp_path, kind):
     """Fused in the model, one by one in the checkpoint, under the names and with the shapes that
     the package itself writes; logits are those of the model with the decoded weights.
     """
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-
     given = rounded(moe(kind))
     given.save_pretrained(tmp_path / "plain")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
@@ -232,37 +231,27 @@ def test_transformers_loads_and_evaluates_experts_that_are_saved(tmp_path, kind)
     assert len(experts) == 2 * 3 * EXPERTS
     assert all(isinstance(loaded[name], zerocast.QuantizedTensor) for name in experts)
 
-    found = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
-    ours = rounded(moe(kind)).eval()
+    ours = rounded(moe(kind))
     decoded = {n: p.to(torch.bfloat16).detach() for n, p in given.state_dict().items()}
     ours.load_state_dict(decoded)
-    for name, parameter in found.named_parameters():
-        assert_same_bytes(parameter, ours.get_parameter(name), name)
-    with torch.no_grad():
-        logits = [model(input_ids=tokens(0) % 64).logits for model in (found, ours)]
-    assert_same_bytes(*logits, "logits")
+    assert_transformers_evaluates(folder, ours)
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@overrides
 def test_transformers_loads_and_evaluates_a_gpt_oss_that_is_saved(tmp_path):
     """Experts that the model keeps as [in, out], in blocks along `in`, cast from what two ranks of
     an optimizer hold of them; logits are those of the model with the decoded weights.
     """
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import Mxfp4Config
 
-    plain, include = rounded(moe("gpt-oss")), ["model.layers.*.mlp.experts"]
+    ours, include = rounded(moe("gpt-oss")), ["model.layers.*.mlp.experts"]
 
     def save(comm):
-        given, others = copy.deepcopy(plain), ["self_attn", "router", "lm_head"]
+        given, others = copy.deepcopy(ours), ["self_attn", "router", "lm_head"]
         zerocast.nn.convert(given, "mxfp4", include=include, filter_fqns=others, strict=True)
-        optimizer = ZeroOptimizer(given.named_parameters(), group=comm)
-        options = {"optimizer": optimizer, "from_masters": True}
-        save_pretrained(given, tmp_path, dialect="gpt-oss/mxfp4", **options)
+        save_pretrained(given, tmp_path, dialect="gpt-oss/mxfp4", **of_masters(given, comm))
 
     run_ranks("in_process", 2, save)
-    ours = plain.eval()
     loaded = load_pretrained(tmp_path)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -271,65 +260,31 @@ def test_transformers_loads_and_evaluates_a_gpt_oss_that_is_saved(tmp_path):
                 whole = zerocast.quantize(turned, zerocast.MXFP4BlockScaling(), columnwise=False)
                 assert_same_bytes(loaded[name].dequantize(), whole.dequantize(), name)
                 parameter.copy_(whole.dequantize().mT)
-    found = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
-    )
-    for name, parameter in found.named_parameters():
-        assert_same_bytes(parameter, ours.get_parameter(name), name)
-    with torch.no_grad():
-        logits = [model(input_ids=tokens(0) % 64).logits for model in (found, ours)]
-    assert_same_bytes(*logits, "logits")
-
-
-def tensors_of(*arguments, **options) -> dict[str, torch.Tensor]:
-    """Everything that an Export of these arguments gives. Collective."""
-    return {
-        name: tensor
-        for bucket in Export(*arguments, **options).buckets()
-        for name, tensor in bucket.items()
-    }
+    assert_transformers_evaluates(tmp_path, ours, Mxfp4Config(dequantize=True))
 
 
 def test_weights_of_an_optimizer_or_a_plan_are_exported_without_a_model():
     """From any cut of their masters, as ``quantize`` of the whole; under other names where a
     mapping or a function gives some.
     """
-    shapes = {"a.weight": (48, 160), "b.weight": (130, 96), "c.weight": (16, 32)}
-    generator = torch.Generator().manual_seed(0)
-    masters = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
-    cuts = [draw_partition(m.numel(), 3, random.Random(i)) for i, m in enumerate(masters.values())]
-    dialect = DIALECTS["modelopt/nvfp4"]
+    dialect, values, parts = DIALECTS["modelopt/nvfp4"], masters(), cuts(3, 0, step=1)
 
     def run(comm):
-        own = [partition[comm.rank] for partition in cuts]
-        flat = [m.view(-1)[e.start : e.end] for m, e in zip(masters.values(), own, strict=True)]
-        plan = zerocast.CastPlan(
-            [zerocast.empty(shape, BLOCKS, dtype=torch.float32) for shape in shapes.values()],
-            flat, [extent.start for extent in own], comm, names=list(shapes),
-        )  # fmt: skip
         options = {"from_masters": True, "bucket_bytes": 5000, "group": comm}
-        found = tensors_of(plan, dialect, names={"b.weight": "model.b.weight"}, **options)
-        weights = {n: torch.nn.Parameter(zerocast.quantize(m, NVFP4)) for n, m in masters.items()}
+        renamed, upper = {"b.weight": "model.b.weight"}, lambda n: n[0].upper() + n[1:]
+        found = tensors_of(plan(comm, values, parts), dialect, names=renamed, **options)
+        cast = {n: zerocast.quantize(m, NVFP4, dtype=torch.bfloat16) for n, m in values.items()}
+        weights = {name: torch.nn.Parameter(weight) for name, weight in cast.items()}
         optimizer = ZeroOptimizer(weights.items(), lr=0, group=comm)
         started = {name: optimizer.gather_master(weight) for name, weight in weights.items()}
-        return (
-            found,
-            tensors_of(
-                optimizer, dialect, names=lambda n: n.replace(n[0], n[0].upper(), 1), **options
-            ),
-            started,
-        )
+        return found, tensors_of(optimizer, dialect, names=upper, **options), started
 
     for from_plan, from_optimizer, started in run_ranks("in_process", 3, run):
-        for name, master in masters.items():
-            module, known = name[0], {"b": "model.b"}.get(name[0], name[0])
-            for found, prefix, value in (
-                (from_plan, known, master),
-                (from_optimizer, module.upper(), started[name]),
-            ):
-                whole = zerocast.quantize(value, dialect.recipe)
-                for part, tensor in dialect.encode(whole.quantized_storage).items():
-                    assert_same_bytes(found[f"{prefix}.{part}"], tensor, f"{prefix}.{part}")
+        stored = expected(dialect, values)
+        renamed = {"model." * name.startswith("b.") + name: t for name, t in stored.items()}
+        assert_same_tensors(from_plan, renamed)
+        renamed = {f"{n[0].upper()}{n[1:]}": t for n, t in expected(dialect, started).items()}
+        assert_same_tensors(from_optimizer, renamed)
 
 
 @pytest.mark.parametrize(
@@ -360,8 +315,7 @@ def test_buffers_and_unquantized_modules_are_saved(tmp_path):
     for name, tensor in loaded.items():
         kept = model.state_dict()[name]
         assert_same_bytes(tensor.to(kept.dtype), kept.to(kept.dtype), name)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["quantization_config"]["ignore"] == ["2"]
+    assert section_of(tmp_path)["ignore"] == ["2"]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -402,23 +356,23 @@ def bank(recipe=NVFP4) -> Bank:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"dialect": "gguf"}, zerocast.InputError, "dialect must be one of compressed-tensors/"),
-        ({"dialect": "deepseek/fp8"}, zerocast.InputError, "cannot hold; give from_masters=True"),
-        ({"from_masters": True}, zerocast.InputError, "needs optimizer=, the ZeroOptimizer"),
-        ({"from_masters": "no"}, zerocast.InputError, "from_masters must be True or False"),
-        ({"bucket_bytes": 0}, zerocast.InputError, "bucket_bytes must be an integer"),
-        ({"dtype": torch.int8}, zerocast.InputError, "dtype must be one of"),
-        ({"optimizer": 3}, zerocast.InputError, "must be the zerocast.optim.ZeroOptimizer"),
-        ({"tokenizer": "nowhere"}, zerocast.InputError, "tokenizer must have a method"),
-        ({"model": torch.nn.Linear(2, 2)}, zerocast.InputError, "got one with none; call"),
-        ({"include": ["layers.7"]}, zerocast.InputError, "got 'layers.7', which matches none of"),
-        ({"include": "layers.0"}, zerocast.InputError, "include must be a list of names"),
-        ({"model": 3}, zerocast.InputError, "model must be a torch.nn.Module, got 3"),
+        ({"dialect": "gguf"}, "dialect must be one of compressed-tensors/"),
+        ({"dialect": "deepseek/fp8"}, "cannot hold; give from_masters=True"),
+        ({"from_masters": True}, "needs optimizer=, the ZeroOptimizer"),
+        ({"from_masters": "no"}, "from_masters must be True or False"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be an integer"),
+        ({"dtype": torch.int8}, "dtype must be one of"),
+        ({"optimizer": 3}, "must be the zerocast.optim.ZeroOptimizer"),
+        ({"tokenizer": "nowhere"}, "tokenizer must have a method"),
+        ({"model": torch.nn.Linear(2, 2)}, "got one with none; call"),
+        ({"include": ["layers.7"]}, "got 'layers.7', which matches none of"),
+        ({"include": "layers.0"}, "include must be a list of names"),
+        ({"model": 3}, "model must be a torch.nn.Module, got 3"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path, options, error, message):
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path, options, message):
     """By its name, with nothing written that looks complete; here on the second of two ranks."""
 
     def run(comm):
@@ -559,29 +513,11 @@ def test_masters_of_fsdp2_make_the_same_files(world_size):
                 whole = zerocast.quantize(masters[name], cast_by, dtype=torch.bfloat16)
                 assert_same_bytes(weight.dequantize(), whole.dequantize(), f"{dialect}: {name}")
             comm.barrier()
-            return digests(folder)
+            return contents(folder)
 
         found = run_ranks("torch_distributed", world_size, run)
         alone = run_ranks("torch_distributed", 1, run)
         assert found[0] == alone[0]
-
-
-@pytest.mark.mpi(min_size=4)
-@on_ranks("torch_distributed", 4)
-def test_plain_parameters_of_fsdp2_are_cast_from_their_rows(comm):
-    """Of a model that nobody converted: quantized by rows, gathered in codes."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = Bank((48, 5, 33))
-    values = [layer.weight.detach().clone() for layer in model.layers]
-    fully_shard(model)
-    dialect = DIALECTS["compressed-tensors/mxfp8"]
-    (tensors,) = Export(model, dialect, include=["layers.*"], dtype=torch.bfloat16).buckets()
-    for i, value in enumerate(values):
-        stored = {part: tensors[f"layers.{i}.{part}"] for part in dialect.names}
-        whole = zerocast.quantize(value, dialect.recipe, dtype=torch.bfloat16)
-        assert_same_bytes(dialect.decode(stored).dequantize(), whole.dequantize(), f"layer {i}")
 
 
 @pytest.mark.mpi(min_size=4)
@@ -606,6 +542,6 @@ def test_a_module_above_quantized_weights_is_not_named_as_unquantized():
     block["mix"].fn = torch.nn.Parameter(torch.randn(4, 64))
     model = torch.nn.ModuleDict({"block": block, "out": torch.nn.Linear(128, 4)}).bfloat16()
     zerocast.nn.convert(model, BLOCKS, filter_fqns=["out"])
-    for names, expected in ((None, {"block.mix", "out"}), ({"block.mix.fn": "block.fn"}, {"out"})):
+    for names, left in ((None, {"block.mix", "out"}), ({"block.mix.fn": "block.fn"}, {"out"})):
         export = Export(model, "deepseek/fp8-ue8m0", names=names)
-        assert set(export.config.section()["modules_to_not_convert"]) == expected
+        assert set(export.config.section()["modules_to_not_convert"]) == left

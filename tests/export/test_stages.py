@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-import zerocast
+from tests.support.exports import plan_of_rows
 from zerocast.backends import backend_for
 from zerocast.backends.cpu import CpuBackend
 from zerocast.comm import run_in_process
@@ -74,13 +74,7 @@ def test_scales_of_all_weights_of_a_stage_are_stored_by_one_launch(monkeypatch, 
 
     def run(comm):
         rows = slice(comm.rank * 100, comm.rank * 156 + 100)
-        plan = zerocast.CastPlan(
-            [zerocast.empty((256, 128), "block", dtype=torch.bfloat16) for _ in values],
-            [value[rows] for value in values],
-            [rows.start * 128] * 5,
-            comm,
-            names=[f"{i}.weight" for i in range(5)],
-        )
+        plan = plan_of_rows(comm, values, rows)
         counts.clear()
         comm.barrier()
         (tensors,) = Export(plan, dialect, from_masters=True, group=comm).stages()

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import message_of
+from tests.refit.planned import masters
+from tests.support.claims import assert_same_tensors, message_of
+from tests.support.exports import tensors_of, update
 from tests.support.partitions import draw_partition
-from tests.support.same_bytes import assert_same_bytes
 from zerocast import TensorParallelShard
 from zerocast.comm import Communicator, run_in_process
 from zerocast.export import DIALECTS, Export
@@ -33,17 +34,6 @@ SHAPES = {
     "experts.gate_up_proj": (EXPERTS, 2 * INNER, OUTER),
     "experts.down_proj": (EXPERTS, OUTER, INNER),
 }
-
-
-def masters(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows of magnitudes from 1e-4 to 1e2, one of zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, shape in SHAPES.items():
-        found[name] = torch.randn(shape, generator=generator)
-        found[name] *= torch.logspace(-4, 2, shape[1])[:, None]
-        found[name][1, 5] = 0
-    return found
 
 
 def unit(recipe: zerocast.recipes.Recipe, dim: int) -> int:
@@ -141,86 +131,70 @@ def _under_amax(matrix: torch.Tensor, recipe: Any, i: int) -> zerocast.Quantized
     return weights[i]
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], when: str) -> None:
-    """All names, and every byte."""
-    assert found.keys() == wanted.keys(), when
-    for name, tensor in wanted.items():
-        assert_same_bytes(found[name], tensor, f"{when}: {name}")
+SQUARE = {"enable_2d_quantization": True}
+CASTS = [
+    *((name, None) for name in OF_EXPERTS),
+    ("compressed-tensors/nvfp4", zerocast.NVFP4BlockScaling()),
+    ("deepseek/fp8", zerocast.Float8BlockScaling()),
+    ("modelopt/mxfp8", zerocast.MXFP8BlockScaling(**SQUARE)),
+    ("gpt-oss/mxfp4", zerocast.MXFP4BlockScaling(**SQUARE)),
+]
+"""A dialect, and the recipe whose bytes of training it holds: what a cast gathered. Without one
+masters are cast.
+"""
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", OF_EXPERTS)
-def test_parts_over_drawn_ranks_are_exported_whole(name, part):
-    """Over 2 and 3 ranks of tensor parallelism, each part over 2 more: buckets on all ranks."""
-    dialect, values = DIALECTS[name], masters()
-    of_experts = dialect.of("experts.down_proj")
-    step = unit(of_experts.recipe, int(part == "columns")) if part != "matrices" else 1
-    step = max(step, 2)  # a byte
-    wanted = expected(of_experts, values)
-
-    def run(comm, size):
-        plan = plan_of(comm, size, part, values, "current", step, size)
-        options = {"from_masters": True, "dtype": torch.bfloat16, "bucket_bytes": 200_000}
-        found = {}
-        for tensors in Export(plan, dialect, group=comm, **options).buckets():
-            found |= tensors
-        assert_same(found, wanted, f"{size} ranks, rank {comm.rank}")
-
-    for size in (2, 3):
-        run_in_process(2 * size, lambda comm, size=size: run(comm, size))
+def step_of(recipe: zerocast.recipes.Recipe, part: str) -> int:
+    """Rows or columns that no cut may divide: whole blocks, and whole bytes."""
+    return 1 if part == "matrices" else max(unit(recipe, int(part == "columns")), 2)
 
 
-@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
-    ("name", "recipe"),
+    ("name", "trained", "part", "size"),
     [
-        ("compressed-tensors/nvfp4", zerocast.NVFP4BlockScaling()),
-        ("deepseek/fp8", zerocast.Float8BlockScaling()),
-        ("modelopt/mxfp8", zerocast.MXFP8BlockScaling(enable_2d_quantization=True)),
-        ("gpt-oss/mxfp4", zerocast.MXFP4BlockScaling(enable_2d_quantization=True)),
+        (*cast, part, 2 + (i + j) % 2)
+        for i, cast in enumerate(CASTS)
+        for j, part in enumerate(PARTS)
     ],
+    ids=str,
 )
-def test_trained_bytes_of_parts_are_exported_whole(name, recipe, part):
-    """What 2 and 3 ranks hold of every matrix after a cast."""
-    values, step = masters(1), recipe.block[0]
-    dialect = DIALECTS[name].of("experts.down_proj")
-    wanted = expected(dialect, values, recipe)
+def test_parts_over_drawn_ranks_are_exported_whole(name, trained, part, size):
+    """Over 2 or 3 ranks of tensor parallelism, each part over 2 more: buckets on all ranks."""
+    dialect, values = DIALECTS[name].of("experts.down_proj"), masters(0, SHAPES)
+    step, wanted = step_of(trained or dialect.recipe, part), expected(dialect, values, trained)
 
-    def run(comm, size):
-        plan = plan_of(comm, size, part, values, recipe, step, size)
-        plan.cast()
-        plan.all_gather()
-        found = {}
-        for tensors in Export(plan, name, group=comm, bucket_bytes=200_000).buckets():
-            found |= tensors
-        assert_same(found, wanted, f"{size} ranks, rank {comm.rank}")
+    def run(comm):
+        plan = plan_of(comm, size, part, values, trained or "current", step, size)
+        options = {"from_masters": True, "dtype": torch.bfloat16}
+        if trained is not None:
+            options = {}
+            plan.cast()
+            plan.all_gather()
+        found = tensors_of(plan, name, group=comm, bucket_bytes=200_000, **options)
+        assert_same_tensors(found, wanted, f"rank {comm.rank}")
 
-    for size in (2, 3):
-        run_in_process(2 * size, lambda comm, size=size: run(comm, size))
+    run_in_process(2 * size, run)
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["deepseek/fp8", "modelopt/nvfp4", "gpt-oss/mxfp4"])
 def test_deltas_of_parts_make_up_the_whole(name, part):
     """Two versions; shards of a range of the whole are refused by name."""
-    values = masters(2)
+    values = masters(2, SHAPES)
     dialect = DIALECTS[name].of("experts.down_proj")
-    step = 1 if part == "matrices" else max(unit(dialect.recipe, int(part == "columns")), 2)
-    first, second = expected(dialect, values), {}
+    step = step_of(dialect.recipe, part)
     changed = {key: value.clone() for key, value in values.items()}
     for value in changed.values():
         value[:, ::7] *= 1.25
-    second = expected(dialect, changed)
+    versions = [expected(dialect, each) for each in (values, changed)]
 
     def run(comm):
-        own = {key: value.clone() for key, value in values.items()}
-        plan = plan_of(comm, 2, part, own, "current", step, 0)
+        plan = plan_of(comm, 2, part, values, "current", step, 0)
         refit = Refit(plan, name, from_masters=True, dtype=torch.bfloat16, group=comm)
         receiver = Receiver()
-        for wanted in (first, second):
-            for key, delta in refit.deltas(receiver.version):
-                receiver.apply_delta(key, delta)
-            assert_same(receiver.tensors, wanted, f"rank {comm.rank}")
+        for wanted in versions:
+            update(refit, receiver)
+            assert_same_tensors(receiver.tensors, wanted, f"rank {comm.rank}")
             plan.bind(plan_of(comm, 2, part, changed, "current", step, 0)._prepared.bound)
         message = message_of(zerocast.UnsupportedError, lambda: list(refit.shards()))
         assert "is split by tensor parallelism" in message

@@ -1,6 +1,5 @@
 """The section of config.json names every module that a server must not build quantized."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 import zerocast
 from tests.support.claims import message_of
 from tests.support.experts import moe
+from tests.support.exports import of_masters, section_of
 from tests.support.llama import HIDDEN_96, TIED_160, llama
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.serving import built_layers, is_built_quantized
@@ -35,11 +35,8 @@ def made(kind: str) -> torch.nn.Module:
 def saved(folder: Path, model: torch.nn.Module, dialect: str, **convert) -> tuple[dict, dict]:
     """The section and the tensors of a model, converted so, whose masters are cast."""
     zerocast.nn.convert(model, "mxfp8", **convert)
-    optimizer = ZeroOptimizer(model.named_parameters())
-    options = {"optimizer": optimizer, "from_masters": True}
-    save_pretrained(model, folder, dialect=dialect, **options)
-    config = json.loads((folder / "config.json").read_text())
-    return config["quantization_config"], load_file(folder / "model.safetensors")
+    save_pretrained(model, folder, dialect=dialect, **of_masters(model))
+    return section_of(folder), load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "qwen-moe", "mixtral"])
@@ -158,12 +155,9 @@ def test_a_source_without_modules_needs_their_names_for_a_section(tmp_path):
     for modules in ([], ["mlp.gate", "lm_head"]):
         folder = tmp_path / str(len(modules))
         save_pretrained(optimizer, folder, modules=modules, **options)
-        config = json.loads((folder / "config.json").read_text())
-        assert config["quantization_config"]["ignore"] == modules
-        assert (
-            len(Refit(optimizer, modules=modules, **options).audit(section | {"ignore": modules}))
-            == 1
-        )
+        assert section_of(folder)["ignore"] == modules
+        refit = Refit(optimizer, modules=modules, **options)
+        assert len(refit.audit(section | {"ignore": modules})) == 1
     for wrong in ("lm_head", [3]):
         assert "must be a list of names" in message_of(
             InputError, Export, optimizer, modules=wrong, **options

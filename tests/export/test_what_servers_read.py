@@ -3,7 +3,6 @@ it is for.
 """
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zerocast
 from tests.support.claims import message_of
 from tests.support.experts import moe
+from tests.support.exports import configuration, of_masters, section_of, update
 from tests.support.llama import HIDDEN_96, llama
 from tests.support.ranks import on_gloo
 from tests.support.same_bytes import assert_same_bytes
@@ -20,7 +20,6 @@ from zerocast.comm import run_in_process
 from zerocast.errors import InputError
 from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR
-from zerocast.optim import ZeroOptimizer
 from zerocast.refit import Receiver, Refit
 
 
@@ -54,12 +53,9 @@ def test_an_output_layer_that_no_server_reads_is_refused(name, tmp_path):
     dense = llama(HIDDEN_96).bfloat16()
     zerocast.nn.convert(dense, "current", filter_fqns=["layers"])
     for model in (dense, pair(filter_fqns=["up"])):
-        own = ZeroOptimizer(model.named_parameters())
-        for source in (model, own):
-            message = message_of(
-                InputError, save_pretrained, source, tmp_path, dialect=name, optimizer=own,
-                from_masters=True,
-            )  # fmt: skip
+        own = of_masters(model)
+        for source in (model, own["optimizer"]):
+            message = message_of(InputError, save_pretrained, source, tmp_path, dialect=name, **own)
             assert "lm_head.weight is the weight of an output layer" in message, message
             assert "(filter_fqns of zerocast.nn.convert, include)" in message
     assert not any(tmp_path.iterdir())
@@ -75,9 +71,9 @@ def test_an_output_layer_in_codes_is_a_target_of_compressed_tensors(name, tmp_pa
     for head, targets in ((True, ["Linear", "lm_head"]), (False, ["Linear"])):
         model = pair(filter_fqns=[] if head else ["lm_head"])
         folder = tmp_path / str(head)
-        save = {"optimizer": ZeroOptimizer(model.named_parameters()), "from_masters": True}
+        save = of_masters(model)
         save_pretrained(model, folder, dialect=name, **save)
-        section = json.loads((folder / "config.json").read_text())["quantization_config"]
+        section = section_of(folder)
         assert section["config_groups"]["group_0"]["targets"] == targets
         assert section["ignore"] == ([] if head else ["lm_head"])
         loaded = load_pretrained(folder)
@@ -93,33 +89,23 @@ def test_linear_layers_are_refused_of_gpt_oss_and_experts_of_rows(tmp_path):
     """No reader looks for them; and experts of gpt-oss that stay as they are would be read as
     codes.
     """
-    model = moe("gpt-oss").bfloat16()
-    include = ["model.layers.*.mlp.experts"]
-    zerocast.nn.convert(model, "mxfp4", include=include, filter_fqns=["lm_head"])
-    save = {"optimizer": ZeroOptimizer(model.named_parameters()), "from_masters": True}
-    message = message_of(
-        InputError, save_pretrained, model, tmp_path, dialect="gpt-oss/mxfp4", **save
-    )
-    assert message == (
-        "model.layers.0.self_attn.q_proj.weight is the weight of a linear layer, whose codes no "
-        "server reads from gpt-oss/mxfp4; leave model.layers.0.self_attn.q_proj as it is "
-        "(filter_fqns of zerocast.nn.convert, include), or choose another dialect."
-    )
-    model = moe("gpt-oss").bfloat16()
-    options = {"include": ["model.layers.1.mlp.experts"], "filter_fqns": ["self_attn", "lm_head"]}
-    zerocast.nn.convert(model, "mxfp4", **options)
-    save["optimizer"] = ZeroOptimizer(model.named_parameters())
-    message = message_of(
-        InputError, save_pretrained, model, tmp_path, dialect="gpt-oss/mxfp4", **save
-    )
-    assert message.startswith("model.layers.0.mlp.experts.gate_up_proj is not in codes")
-
-    model = moe("qwen-moe").bfloat16()
-    zerocast.nn.convert(model, "rowwise", include=include, filter_fqns=["lm_head"])
-    message = message_of(
-        InputError, save_pretrained, model, tmp_path, dialect="modelopt/fp8-channel"
-    )
-    assert "model.layers.0.mlp.experts.0.gate_proj.weight is the weight of experts" in message
+    linear, experts = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
+    every, some = ["model.layers.*.mlp.experts"], ["model.layers.1.mlp.experts"]
+    for kind, dialect, recipe, options, words in (
+        ("gpt-oss", "gpt-oss/mxfp4", "mxfp4", {"include": every},
+         f"{linear}.weight is the weight of a linear layer, whose codes no server reads from "
+         f"gpt-oss/mxfp4; leave {linear} as it is (filter_fqns of zerocast.nn.convert, include), "
+         "or choose another dialect."),
+        ("gpt-oss", "gpt-oss/mxfp4", "mxfp4",
+         {"include": some, "filter_fqns": ["self_attn", "lm_head"]},
+         f"{experts}.gate_up_proj is not in codes"),
+        ("qwen-moe", "modelopt/fp8-channel", "rowwise", {"include": every},
+         f"{experts}.0.gate_proj.weight is the weight of experts"),
+    ):  # fmt: skip
+        model = moe(kind).bfloat16()
+        zerocast.nn.convert(model, recipe, **{"filter_fqns": ["lm_head"], **options})
+        save = {"dialect": dialect, **of_masters(model)}
+        assert message_of(InputError, save_pretrained, model, tmp_path, **save).startswith(words)
     assert not any(tmp_path.iterdir())
 
 
@@ -135,8 +121,7 @@ def test_a_tied_head_is_not_included(tmp_path):
         message = message_of(InputError, save_pretrained, model, tmp_path, include=names, **options)
         assert message.startswith(f"include names {names[-1]!r}, whose weight is tied with another")
     save_pretrained(model, tmp_path, include=["*"], **options)
-    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert section["ignore"] == ["lm_head"]
+    assert section_of(tmp_path)["ignore"] == ["lm_head"]
 
 
 # --- scales of inputs ---
@@ -176,14 +161,12 @@ def test_scales_of_inputs_are_stored_beside_the_codes(size, tmp_path):
 
     def run(comm):
         model = pair()
-        own = ZeroOptimizer(model.named_parameters(), group=comm)
-        options = {"dialect": "modelopt/fp8", "optimizer": own, "from_masters": True}
+        options = {"dialect": "modelopt/fp8", **of_masters(model, comm)}
         options["names"] = lambda name: f"model.{name}"
         for number, scales in enumerate((given, tmp_path / "scales.safetensors")):
             save_pretrained(model, tmp_path / str(number), input_scales=scales, **options)
         refit, receiver = Refit(model, input_scales=given, **options), Receiver()
-        for name, delta in refit.deltas():
-            receiver.apply_delta(name, delta)
+        update(refit, receiver)
         return {name: tensor.clone() for name, tensor in receiver.tensors.items()}
 
     for received in run_in_process(size, run):
@@ -232,25 +215,18 @@ def test_modelopt_has_a_dialect_of_scales_by_rows(tmp_path):
     without scales of inputs.
     """
     model = pair()
-    save = {"optimizer": ZeroOptimizer(model.named_parameters()), "from_masters": True}
-    found = {}
-    for name in ("modelopt/fp8-channel", "compressed-tensors/fp8-channel"):
-        save_pretrained(model, tmp_path / name, dialect=name, **save)
-        found[name] = load_file(tmp_path / name / "model.safetensors")
-    ours, theirs = found.values()
+    save, folders = of_masters(model), [tmp_path / n for n in ("modelopt", "compressed-tensors")]
+    for folder in folders:
+        save_pretrained(model, folder, dialect=f"{folder.name}/fp8-channel", **save)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     assert ours["up.weight_scale"].shape == (96,)
     for name in theirs:
         assert_same_bytes(ours[name].reshape(theirs[name].shape), theirs[name], name)
-    config = json.loads((tmp_path / "modelopt/fp8-channel" / "config.json").read_text())
-    section = config["quantization_config"]
-    assert (section["quant_method"], section["quant_algo"]) == (
-        "modelopt", "FP8_PER_CHANNEL_PER_TOKEN"
-    )  # fmt: skip
-    weight = load_pretrained(tmp_path / "modelopt/fp8-channel")["up.weight"]
+    section = section_of(folders[0])
+    named = section["quant_method"], section["quant_algo"]
+    assert named == ("modelopt", "FP8_PER_CHANNEL_PER_TOKEN")
     assert_same_bytes(
-        weight.dequantize(),
-        load_pretrained(tmp_path / "compressed-tensors/fp8-channel")["up.weight"].dequantize(),
-        "up",
+        *(load_pretrained(folder)["up.weight"].dequantize() for folder in folders), "up"
     )
 
 
@@ -271,13 +247,11 @@ def test_expert_dtype_is_written_where_each_reader_looks(name, dtype, scale, tmp
     builds FP32 scales.
     """
     model = pair(filter_fqns=["lm_head"])
-    save = {"optimizer": ZeroOptimizer(model.named_parameters()), "from_masters": True}
-    save_pretrained(model, tmp_path, dialect=name, **save)
-    config = json.loads((tmp_path / "config.json").read_text())
+    save_pretrained(model, tmp_path, dialect=name, **of_masters(model))
+    config = configuration(tmp_path)
     assert config.get("expert_dtype") == config["quantization_config"].get("expert_dtype") == dtype
-    dialect = DIALECTS[name]
     tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors[f"up.{dialect.scales}"].dtype == scale
+    assert tensors[f"up.{DIALECTS[name].scales}"].dtype == scale
     assert isinstance(load_pretrained(tmp_path)["up.weight"], zerocast.QuantizedTensor)
 
 

@@ -7,7 +7,9 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zerocast
+from tests.support.claims import assert_same_tensors
 from tests.support.experts import moe
+from tests.support.exports import contents
 from tests.support.llama import TIED_160, llama
 from tests.support.models import Bank
 from tests.support.ranks import on_ranks
@@ -75,11 +77,7 @@ def test_a_wrapper_is_not_in_the_files(tmp_path, kind, wrap):
     before = {name: id(module) for name, module in wrapped.named_modules()}
     save_pretrained(wrapped, tmp_path / "wrapped", dialect=DIALECT)
     assert {name: id(module) for name, module in wrapped.named_modules()} == before
-    plain, found = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in ("plain", "wrapped")
-    )
-    assert found == plain
+    assert contents(tmp_path / "wrapped") == contents(tmp_path / "plain")
 
 
 def test_an_average_is_exported_as_its_model(tmp_path):
@@ -88,7 +86,7 @@ def test_an_average_is_exported_as_its_model(tmp_path):
     for each in (model, torch.optim.swa_utils.AveragedModel(model)):
         folder = tmp_path / type(each).__name__
         save_pretrained(each, folder, dialect=DIALECT, include=["*.o_proj"])
-        found.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        found.append(contents(folder))
     assert found[0] == found[1]
 
 
@@ -103,10 +101,7 @@ def test_a_module_that_occurs_twice_is_one_without_its_wrappers():
     (tensors,) = export.buckets()
     assert {*tensors} == {"0.0.weight", "0.0.weight_scale"}
     assert not export.config.unquantized
-    sent = dict(Refit(model, "compressed-tensors/mxfp8").named_tensors())
-    assert sent.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert_same_bytes(sent[name], tensor, name)
+    assert_same_tensors(dict(Refit(model, "compressed-tensors/mxfp8").named_tensors()), tensors)
 
 
 def of_peft(model: torch.nn.Module) -> None:
@@ -171,7 +166,8 @@ def test_a_model_of_peft_is_refused_until_it_is_merged(tmp_path, kind):
 @on_ranks("torch_distributed", 4)
 def test_wrapped_layers_of_fsdp2_have_the_names_of_the_model(comm):
     """Each compiled, checkpointed and sharded by rows, as torchtitan does; the bytes are those of
-    the whole masters. So are those of a model that DistributedDataParallel wraps.
+    the whole masters. So are those of layers that are not wrapped, in a model that is sharded as a
+    whole, and those of a model that DistributedDataParallel wraps.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -179,13 +175,14 @@ def test_wrapped_layers_of_fsdp2_have_the_names_of_the_model(comm):
     torch.manual_seed(0)
     plain = Bank(rows)
     replicas = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    sharded = copy.deepcopy(plain)
+    rows_alone, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
+    fully_shard(rows_alone)
     for i, layer in enumerate(sharded.layers):
         sharded.layers[i] = compiled(checkpoint_wrapper(layer))
         fully_shard(sharded.layers[i])
     fully_shard(sharded)
     before = [*sharded.state_dict()]
-    for model in (sharded, replicas):
+    for model in (rows_alone, sharded, replicas):
         (found,) = Export(model, dialect, include=["layers.*"], dtype=torch.bfloat16).buckets()
         assert len(found) == 2 * len(rows)
         for i, layer in enumerate(plain.layers):

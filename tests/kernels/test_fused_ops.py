@@ -2,6 +2,8 @@
 are exactly those that the reference gives for the rounded result.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,70 +25,43 @@ from zerocast.numerics import FusedOp
 
 pytestmark = needs_emulation
 
-EMULATORS = {order: Emulator(order, max_grid=3) for order in ORDERS}
-BACKENDS = {order: CudaBackend(emulator) for order, emulator in EMULATORS.items()}
+BACKENDS = {order: CudaBackend(Emulator(order, max_grid=3)) for order in ORDERS}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_codes_of_every_recipe(function: str, name: str) -> None:
-    """Every function under every recipe, both copies and each alone, in tiles that are cut at the
-    right and below; BF16 in and out.
-    """
-    x = source(function, (70, 160), "normal", 1).bfloat16()
-    for order, usage in zip(ORDERS, USAGES, strict=True):
-        quantizer = quantizer_of(RECIPES[name], usage)
-        assert_fused(BACKENDS[order], function, quantizer, x, f"{function}, {name}, {usage}")
-
-
-@pytest.mark.parametrize("kind", ["zeros", "ties", "subnormal", "wide", "huge", "underflow"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_values_of_every_kind(name: str, kind: str) -> None:
-    """Blocks of zeros, scales that underflow, infinities by rounding: as the reference."""
-    for dtype, order in zip((torch.bfloat16, torch.float32, torch.float16), ORDERS, strict=True):
-        x = source("identity", (36, 144 if "mxfp" not in name else 160), kind, 2).to(dtype)
-        quantizer = quantizer_of(RECIPES[name])
-        assert_fused(BACKENDS[order], "identity", quantizer, x, f"{kind} of {dtype}, {name}")
-
-
-@pytest.mark.parametrize("kind", ["nan", "infinity"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_what_is_not_finite(name: str, kind: str) -> None:
-    """One NaN or infinity makes NaN of all under its scale, and of nothing else."""
-    for function, order in zip(("identity", "silu", "layernorm"), ORDERS, strict=True):
-        x = source(function, (34, 160), kind, 3)
-        quantizer = quantizer_of(RECIPES[name])
-        assert_fused(BACKENDS[order], function, quantizer, x, f"{function} of {kind}, {name}")
-
-
+EVERY = ("gelu", "rmsnorm", "swiglu"), ("relu", "layernorm", "swiglu"), ("identity",) * 3
+"""Functions, one for each order of threads."""
+KINDS = ("zeros", "ties", "subnormal", "wide", "huge", "underflow")
+"""Blocks of zeros, scales that underflow, infinities by rounding."""
 SHAPES = [
     (1, 32), (2, 96), (33, 32), (128, 128), (128, 288), (130, 288), (257, 160), (32, 512), (16, 32),
     (5, 1120),
 ]  # fmt: skip
+"""Smaller than a tile, of whole tiles, and one more."""
+ODD_SHAPES = [(1, 1), (3, 5), (129, 1), (1, 131), (31, 33), (5, 130), (127, 131)]
+"""Rows of any length where the recipe holds them, at addresses that are not aligned."""
+FREE = ("delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128")
+CASES = [
+    *product(RECIPES, [(function,) * 3 for function in FUNCTIONS], ["normal"], [(70, 160)]),
+    *product(RECIPES, EVERY[2:], KINDS, [(36, 160)]),
+    # One NaN or infinity makes NaN of all under its scale, and of nothing else.
+    *product(RECIPES, [("identity", "silu", "layernorm")], ("nan", "infinity"), [(34, 160)]),
+    *product(RECIPES, EVERY[:1], ["normal"], SHAPES),
+    *product(FREE, EVERY[1:2], ["normal"], ODD_SHAPES),
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-def test_shapes_around_the_tiles(name: str, shape: tuple[int, int]) -> None:
-    """Matrices smaller than a tile, of whole tiles, and one more."""
-    for function, order in zip(("gelu", "rmsnorm", "swiglu"), ORDERS, strict=True):
-        x = source(function, shape, "normal", 4).bfloat16()
-        quantizer = quantizer_of(RECIPES[name])
-        assert_fused(BACKENDS[order], function, quantizer, x, f"{function} {shape}, {name}")
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (3, 5), (129, 1), (1, 131), (31, 33), (5, 130), (127, 131)], ids=str
-)
-@pytest.mark.parametrize(
-    "name", ["delayed", "current", "rowwise", "blocks 1x128", "blocks 128x128"]
-)
-def test_odd_shapes(name: str, shape: tuple[int, int]) -> None:
-    """Rows of any length where the recipe holds them, at addresses that are not aligned."""
-    for function, order in zip(("relu", "layernorm", "swiglu"), ORDERS, strict=True):
-        x = source(function, shape, "normal", 5).bfloat16()
-        quantizer = quantizer_of(RECIPES[name])
-        assert_fused(BACKENDS[order], function, quantizer, x, f"{function} {shape}, {name}")
+@pytest.mark.parametrize(("name", "functions", "kind", "shape"), CASES, ids=str)
+def test_codes_are_the_references(
+    name: str, functions: tuple[str, ...], kind: str, shape: tuple[int, int]
+) -> None:
+    """Every function under every recipe, both copies and each alone; every kind of values, in every
+    dtype; tiles that are cut at the right and below.
+    """
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    for function, order, usage, dtype in zip(functions, ORDERS, USAGES, dtypes, strict=True):
+        x = source(function, shape, kind, 1).to(torch.bfloat16 if kind == "normal" else dtype)
+        quantizer = quantizer_of(RECIPES[name], usage)
+        assert_fused(BACKENDS[order], function, quantizer, x, f"{function}, {name}, {usage}")
 
 
 def test_dimensions_are_flattened() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests.support.claims import assert_same_tensors
-from tests.support.layers import RECIPES, every_recipe, kept_for_backward, step
+from tests.support.layers import RECIPES, breaks, every_recipe, kept_for_backward, step
 from tests.support.llama import CONTEXTS, HIDDEN_96, checkpoint_activations, llama, tokens
 from tests.support.models import every_layer, recipe_state
 from tests.support.same_bytes import assert_same_bytes
@@ -26,9 +26,6 @@ from zerocast.nn.recipe_state import RecipeState
 from zerocast.nn.recompute import checkpoint_contexts
 from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
 from zerocast.recipes import NVFP4BlockScaling, QParams
-
-# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
-breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 def plain(model, x):
@@ -103,6 +100,16 @@ alone = pytest.mark.parametrize("run", ALONE.values(), ids=ALONE)
 both_modes = pytest.mark.parametrize("use_reentrant", [True, False])
 
 
+def spread(end=1.0):
+    """[4, 64] values up to ``end``, whose gradient is asked for."""
+    return torch.linspace(-1, end, 256).view(4, 64).requires_grad_()
+
+
+def assert_as_plain(found, run):
+    """``found(way)`` with ``run`` is what it is without recomputation."""
+    assert_same_tensors(found(run), found(plain))
+
+
 def train(recipe, run, *, inside=False):
     """Three steps, the backward after the region or inside; all gradients, and the final state."""
     model, found = every_layer(), {}
@@ -120,11 +127,14 @@ def trained_plainly(recipe, *, inside):
     return train(recipe, plain, inside=inside)
 
 
+DRAWN_INPUTS = NVFP4BlockScaling(fp4_quant_fwd_inp=QParams(stochastic_rounding=True))
+"""The second run draws the words of the first."""
+
 # Every recipe in every way that it can have. Recipes with state meet the backward in both places,
 # the others in one.
 IN_BOTH_PLACES = [
     pytest.param(recipe, run, inside, id=f"{name}-{way}-{'inside' if inside else 'after'}")
-    for i, (name, recipe) in enumerate(RECIPES.items())
+    for i, (name, recipe) in enumerate([*RECIPES.items(), ("drawn inputs", DRAWN_INPUTS)])
     for j, (way, run) in enumerate((KEEPING if recipe.has_forward_state else WAYS).items())
     for inside in ((True, False) if recipe.has_forward_state else ((i + j) % 2 == 0,))
 ]
@@ -142,8 +152,7 @@ def test_gradients_and_state_are_those_without_recomputation(recipe, run, inside
 @pytest.mark.parametrize("inside", [False, True])
 def test_state_of_the_forward_needs_the_function_that_keeps_it(run, inside):
     """Delayed scaling and stochastic rounding of inputs, after the region and inside of it."""
-    drawing = NVFP4BlockScaling(fp4_quant_fwd_inp=QParams(stochastic_rounding=True))
-    for recipe in (RECIPES["delayed"], drawing):
+    for recipe in (RECIPES["delayed"], DRAWN_INPUTS):
         with pytest.raises(UnsupportedError, match=r"zerocast\.nn\.checkpoint keeps .* context_fn"):
             train(recipe, run, inside=inside)
 
@@ -208,7 +217,7 @@ def test_phases_of_training_under_other_recipes(run):
     for way in (plain, run):
         model, found = every_layer(), {}
         for i, name in enumerate(["current", None, "mxfp8", "nvfp4", None, "current"]):
-            x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+            x = spread()
             with autocast(enabled=name is not None, recipe=RECIPES[name or "current"]):
                 loss = way(model, x).square().sum()
             model.eval()
@@ -232,7 +241,7 @@ def test_a_graph_that_is_open_while_another_is_gone_through(run, between):
     results = []
     for way in (plain, run):
         model = every_layer()
-        xs = [torch.linspace(-1, i, 256).view(4, 64).requires_grad_() for i in (1, 2, 3)]
+        xs = [spread(i) for i in (1, 2, 3)]
         with autocast(recipe=RECIPES["current"]):
             first, second = (way(model, x).square().sum() for x in xs[:2])
         first.backward()
@@ -272,13 +281,13 @@ with zerocast.autocast(recipe="current"):
 @of_any_function
 def test_models_in_evaluation_mode_are_recomputed_quantized(run):
     """A reentrant first run then looks like an evaluation."""
-    results = []
-    for way in (plain, run):
-        model, x = every_layer().eval(), torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
-        for _ in range(2):
-            found = step(model, x, RECIPES["current"], partial(way, model))
-        results.append(found)
-    assert_same_tensors(*results)
+
+    def second_step(way):
+        model, x = every_layer().eval(), spread()
+        step(model, x, RECIPES["current"], partial(way, model))
+        return step(model, x, RECIPES["current"], partial(way, model))
+
+    assert_as_plain(second_step, run)
 
 
 @breaks
@@ -290,7 +299,7 @@ def test_a_compiled_function_is_not_recomputed_unquantized(use_reentrant, inside
     model = every_layer()[1:]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=GRAPHS_HOLD_PRODUCTS)
     run = partial(torch_checkpoint, use_reentrant=use_reentrant)
-    x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+    x = spread()
     options = {"recipe": RECIPES["current"], "inside": inside}
     expected = step(model, x, **options)
     if inside:
@@ -312,7 +321,7 @@ def test_nor_is_one_whose_graph_leaves_quantized_layers_out(use_reentrant, monke
     """As under a recipe with state; also if no graph has held a quantized product before."""
     torch._dynamo.reset()
     monkeypatch.setattr(recompute, "_compiled", set())
-    model, x = every_layer()[1:], torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+    model, x = every_layer()[1:], spread()
     compiled = torch.compile(model, backend="aot_eager")
     run = partial(torch_checkpoint, compiled, use_reentrant=use_reentrant)
     with pytest.raises(UnsupportedError, match=r"a compiled function .* zerocast\.nn\.checkpoint"):
@@ -342,25 +351,18 @@ def test_microbatches_before_their_backwards(run, order, between):
     """Several forwards, each in a region, one of which may be of another recipe, then the
     backwards: the scales have moved on for the first.
     """
-    results = []
-    for way in (plain, run):
-        model, found, losses = every_layer(), {}, []
-        for i, name in enumerate(["delayed", between, "delayed"]):
-            x = (torch.linspace(-1, 1, 256).view(4, 64) * 4**i).requires_grad_()
+
+    def found(way):
+        model, xs, losses = every_layer(), [spread(4.0**i) for i in range(3)], []
+        for x, name in zip(xs, ["delayed", between, "delayed"], strict=True):
             with autocast(recipe=RECIPES[name]):
-                losses.append((i, x, way(model, x).square().sum()))
-        for i, x, loss in losses[::order]:
+                losses.append(way(model, x).square().sum())
+        for loss in losses[::order]:
             loss.backward()
-            found[f"microbatch {i}"] = x.grad
-        results.append(found | {name: p.grad for name, p in model.named_parameters()})
-    assert_same_tensors(*results)
+        grads = {f"microbatch {i}": x.grad for i, x in enumerate(xs)}
+        return grads | {name: p.grad for name, p in model.named_parameters()}
 
-
-@keeping
-def test_a_drawn_input_is_drawn_the_same_again(run):
-    """Stochastic rounding of inputs: the second run draws the words of the first."""
-    recipe = NVFP4BlockScaling(fp4_quant_fwd_inp=QParams(stochastic_rounding=True))
-    assert_same_tensors(train(recipe, run), train(recipe, plain))
+    assert_as_plain(found, run)
 
 
 class Quantized(torch.autograd.Function):
@@ -396,24 +398,25 @@ def test_quantizers_of_a_users_own_repeat_their_codes(way, recipe):
     """Under the contexts, in checkpoints inside of checkpoints and for two backwards of a graph,
     too: scales that moved on and draws are those of the first run, and nothing is counted twice.
     """
-    results = []
-    for run in (plain, WAYS[way]):
+
+    def found(run):
         model = torch.nn.Sequential(*(WithOwnQuantizer(RECIPES[recipe]) for _ in range(4)))
-        x = torch.linspace(-1, 1, 256).view(4, 64).requires_grad_()
+        x = spread()
         for _ in range(2):
             with autocast(recipe=RECIPES[recipe]):
                 y = run(model, x).sum()
             for _ in range(2):
                 y.backward(retain_graph=True)
-        results.append({"input": x.grad} | recipe_state(model))
-    assert results[0]["input"].isfinite().all()
-    assert_same_tensors(*results)
+        assert x.grad.isfinite().all()
+        return {"input": x.grad} | recipe_state(model)
+
+    assert_as_plain(found, WAYS[way])
 
 
 def test_a_graph_that_is_kept_can_be_gone_through_twice():
     """retain_graph: the second backward recomputes once more, the same."""
-    grads = []
-    for run in (plain, nn.checkpoint):
+
+    def found(run):
         model, x = every_layer(), torch.ones(4, 64, requires_grad=True)
         for _ in range(2):
             step(model, x, RECIPES["delayed"], partial(run, model))
@@ -424,8 +427,9 @@ def test_a_graph_that_is_kept_can_be_gone_through_twice():
         y.backward(retain_graph=True)
         x.grad = None
         y.backward()
-        grads.append(x.grad)
-    assert_same_bytes(grads[1], grads[0], "input")
+        return {"input": x.grad}
+
+    assert_as_plain(found, nn.checkpoint)
 
 
 @both_modes

@@ -11,7 +11,7 @@ import torch
 import zerocast
 import zerocast.nn.regions
 from tests.support.claims import assert_same_tensors
-from tests.support.layers import RECIPES, step
+from tests.support.layers import RECIPES, breaks, step
 from tests.support.models import InRegion
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
@@ -19,9 +19,6 @@ from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
 from zerocast.recipes import NVFP4BlockScaling, Recipe
 from zerocast.tensors import quantized_tensor
 from zerocast.tensors.dequantize import NAMES_IN_GRAPHS
-
-# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
-breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 STATELESS = {name: r for name, r in RECIPES.items() if not r.for_role("grad_output").state} | {
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)

@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 import zerocast.nn.regions
 from tests.support.claims import assert_same_tensors
-from tests.support.layers import RECIPES, gradients
+from tests.support.layers import RECIPES, breaks, gradients
 from tests.support.models import every_layer, recipe_state
-from tests.support.ranks import run_ranks
 from zerocast import nn
 from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
 
 DELAYED, DRAWN = RECIPES["delayed"], RECIPES["nvfp4"]
-# Of the compiler, where it takes up a function after a break, about a tensor that is no leaf.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = breaks
 remembering = pytest.mark.parametrize("recipe", [DELAYED, DRAWN], ids=["delayed", "nvfp4"])
 
 Step = Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]
@@ -120,14 +118,14 @@ def test_our_checkpoint_around_a_compiled_function(recipe, use_reentrant):
     twin = copy.deepcopy(model)
     whole = GRAPHS_HOLD_PRODUCTS and not recipe.has_forward_state
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=whole)
-    expected = results(model, model, recipe)
+    expected = results(model, model, recipe, steps=2)
 
     def run(x):
         if not x.requires_grad:
             return compiled(x)
         return nn.checkpoint(compiled, x, use_reentrant=use_reentrant)
 
-    assert_same_tensors(results(twin, run, recipe), expected)
+    assert_same_tensors(results(twin, run, recipe, steps=2), expected)
 
 
 def test_a_graph_is_for_all_layers_of_a_kind():
@@ -171,7 +169,7 @@ def test_what_happens_between_forward_and_backward(recipe):
         (twin, torch.compile(twin, backend="aot_eager")),
     ):
         grads = {}
-        for i, rows in enumerate((32, 0, 32)):
+        for i, rows in enumerate((32, 0)):
             x, other = data(i, rows), data(2)
             with zerocast.autocast(recipe=recipe):
                 y = run(x)
@@ -188,34 +186,6 @@ def test_what_happens_between_forward_and_backward(recipe):
             grads |= {f"{i}, drawn, {key}": tensor for key, tensor in recipe_state(each).items()}
         found.append(grads | {name: p.grad for name, p in each.named_parameters()})
     assert_same_tensors(*found[::-1])
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "in_process",
-        pytest.param("torch_distributed", marks=[pytest.mark.mpi(min_size=4), pytest.mark.slow]),
-    ],
-)
-def test_ranks_agree_on_scales(kind):
-    """Compiled on ranks of different rows, one of them without any at first."""
-
-    def train(comm):
-        found = []
-        for compiles in (False, True):
-            model = every_layer()
-            run = torch.compile(model, backend="aot_eager") if compiles else model
-            for step in range(3):
-                with zerocast.autocast(recipe=DELAYED, amax_reduction_group=comm):
-                    y = run(data(step + comm.rank, 0 if (comm.rank, step) == (1, 0) else 32))
-                y.sum().backward()
-                zerocast.reduce_amaxes(comm)
-            found.append(recipe_state(model))
-        assert_same_tensors(*found[::-1])
-        return found[1]
-
-    first, second = run_ranks(kind, 2, train)
-    assert_same_tensors(first, second)
 
 
 PROGRAM = """

@@ -198,25 +198,6 @@ def test_masters_with_a_state_are_left():
         assert "its state would have to be saved with it" in report.left["embed.weight"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"include": ["blocks.*.expert"]}, "got 'blocks.*.expert', which does not."),
-        ({"include": ["blocks.0.norm"]}, "got 'blocks.0.norm', which does not."),
-        ({"include": "embed"}, "include must be a list of names of modules such as"),
-        ({"include": [3]}, "include must be a list of names of modules such as"),
-        (
-            {"include": ["embed"], "weights": "high_precision"},
-            "got weights='high_precision', under which only linear layers quantize, one by one.",
-        ),
-        ({"strict": 1}, "strict must be True or False"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, message):
-    """With what was given."""
-    assert message in message_of(InputError, lambda: convert(model(), NVFP4, **options))
-
-
 def test_gathers_in_high_precision_include_nothing():
     """low_bit_all_gather=False turns all codes off, those of included weights, too."""
     report = convert(

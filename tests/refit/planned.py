@@ -1,6 +1,7 @@
 """Weights of a CastPlan over drawn partitions, whose masters are changed a little at a time."""
 
 import random
+from collections.abc import Mapping
 
 import torch
 
@@ -10,17 +11,19 @@ from zerocast.comm import Communicator
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.layout import Extent
 
+Shapes = Mapping[str, tuple[int, ...]]
 SHAPES = {"a.weight": (48, 160), "b.weight": (130, 288), "c.weight": (1, 32), "d.weight": (16, 64)}
 
 
-def masters(seed: int = 0) -> dict[str, torch.Tensor]:
+def masters(seed: int = 0, shapes: Shapes = SHAPES) -> dict[str, torch.Tensor]:
     """FP32, rows from 1e-6 to 1e2, one of zeros; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
+        rows = shape[-2]
         found[name] = torch.randn(shape, generator=generator)
-        found[name] *= torch.logspace(-6, 2, shape[0])[:, None]
-        found[name][shape[0] // 2 : shape[0] // 2 + (shape[0] > 1)] = 0
+        found[name] *= torch.logspace(-6, 2, rows)[:, None]
+        found[name][..., rows // 2 : rows // 2 + (rows > 1), :] = 0
     return found
 
 

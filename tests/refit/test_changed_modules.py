@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.exports import update
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import DeltaError
 from zerocast.refit import Receiver, Refit
@@ -33,11 +34,10 @@ def fed() -> tuple[Refit, Receiver, dict[str, torch.Tensor]]:
     return refit, receiver, masters
 
 
-def update(refit: Refit, receiver: Receiver) -> int:
+def updated(refit: Refit, receiver: Receiver) -> int:
     """Apply what changed; return how many deltas were applied before."""
     before = receiver.applied
-    for name, delta in refit.deltas(receiver.version):
-        receiver.apply_delta(name, delta)
+    update(refit, receiver)
     return before
 
 
@@ -57,7 +57,7 @@ def test_a_module_of_the_server_is_given_whole_or_not_at_all() -> None:
         for name, master in masters.items():
             if name.endswith(tuple(changed)):
                 master[3, 5] *= -1
-        before = update(refit, receiver)
+        before = updated(refit, receiver)
         found = receiver.changed_since(before, PACKED)
         modules = [name for name in MODULES if name.endswith(tuple(given))]
         assert list(found) == [
@@ -99,7 +99,7 @@ def test_mappings_of_vllm_are_taken(mapping: dict[str, list[str]], given: list[s
     """Names of one part, of several, with a dot before them; one name in two modules."""
     refit, receiver, masters = fed()
     masters[MODULES[0]][3, 5] *= -1
-    found = receiver.changed_since(update(refit, receiver), mapping)
+    found = receiver.changed_since(updated(refit, receiver), mapping)
     assert {name for name in found if name.endswith("weight")} == {
         f"{LAYER}self_attn.{each}_proj.weight" for each in given
     }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import zerocast
+from tests.support.exports import assert_received, pieces_of, update
 from tests.support.models import Pair
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.same_bytes import assert_same_bytes
@@ -61,18 +62,10 @@ def test_masters_of_fsdp2_feed_a_receiver(world_size):
                 feed(model.parameters(), step, placed_like)
                 optimizer.step()
                 optimizer.zero_grad()
-                for name, delta in refit.deltas(receiver.version):
-                    receiver.apply_delta(name, delta)
+                update(refit, receiver)
                 masters = {name: whole(p) for name, p in model.named_parameters()}
                 assert_holds(receiver.tensors, masters, dialect, recipe, f"step {step}")
-            named = dict(refit.named_tensors())
-            assert named.keys() == receiver.tensors.keys()
-            for name, tensor in named.items():
-                assert_same_bytes(tensor, receiver.tensors[name], name)
-            for piece in refit.shards():
-                flat = named[piece.name].reshape(-1)
-                part = flat[piece.start : piece.start + len(piece.values)]
-                assert_same_bytes(piece.values, part, piece.name)
+            assert pieces_of(refit, assert_received(refit, receiver))
 
         run_ranks("torch_distributed", world_size, run)
 
@@ -85,14 +78,12 @@ def test_a_zero_optimizer_feeds_a_receiver(comm, from_masters):
     torch.manual_seed(0)
     model = Pair(norm=True, hidden=208).bfloat16()
     zerocast.nn.convert(model, NVFP4)
-    optimizer, receiver = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm), None
+    optimizer, receiver = ZeroOptimizer(model.named_parameters(), lr=1e-2, group=comm), Receiver()
     refit = Refit(model, dialect, optimizer=optimizer, from_masters=from_masters, bucket_bytes=8000)
-    receiver = Receiver()
     for step in range(3):
         feed(model.parameters(), step)
         optimizer.step()
-        for name, delta in refit.deltas(receiver.version):
-            receiver.apply_delta(name, delta)
+        update(refit, receiver)
         masters = {name: optimizer.gather_master(p) for name, p in model.named_parameters()}
         recipe = dialect.recipe if from_masters else NVFP4
         assert_holds(receiver.tensors, masters, dialect, recipe, f"step {step}")

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
+import bench_step
 import pytest
 import torch
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def test_what_is_timed_is_a_step_and_its_cast(
@@ -17,9 +16,6 @@ def test_what_is_timed_is_a_step_and_its_cast(
     """Every work updates the master once; one pass and two leave the cast of it; the record has
     all of them, and the bytes of one pass are fewer.
     """
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_step
-
     step = bench_step.Step((96, 160))
     recipes = {name: recipe for name, (recipe, _) in bench_step.RECIPES.items()}
     works = step.works(recipes)

@@ -9,8 +9,12 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
+import bench_cuda
+import bench_transformer_engine as beside
+import build_transformer_engine as build
+import cuda_report
 import pytest
 import torch
 
@@ -21,24 +25,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 SHAPES = [(48, 64), (34, 96), (256, 160)]
 
 
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The scripts as modules: the benchmark, the comparison, the build, the page."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_cuda
-    import bench_transformer_engine
-    import build_transformer_engine
-    import cuda_report
-
-    return SimpleNamespace(
-        cuda=bench_cuda,
-        beside=bench_transformer_engine,
-        build=build_transformer_engine,
-        report=cuda_report,
-    )
-
-
-def test_the_table_is_the_drivers(scripts):
+def test_the_table_is_the_drivers():
     """Python names the fields of a row, the steps and the schemes as the C++ driver declares
     them.
     """
@@ -51,15 +38,13 @@ def test_the_table_is_the_drivers(scripts):
         if line.strip()
         for name in re.sub(r"^\s*[\w:]+[ *]", "", line).split(",")
     ]
-    assert tuple(fields) == scripts.beside.WEIGHT
+    assert tuple(fields) == beside.WEIGHT
     steps = re.search(r"enum Step : i64 \{ (.*), STEPS \}", text)
     schemes = re.search(r"enum Scheme : i64 \{ (.*) \}", text)
     assert steps is not None
     assert schemes is not None
-    assert tuple(steps[1].lower().split(", ")) == scripts.beside.STEPS
-    assert schemes[1].lower().split(", ") == sorted(
-        scripts.beside.SCHEMES, key=scripts.beside.SCHEMES.get
-    )
+    assert tuple(steps[1].lower().split(", ")) == beside.STEPS
+    assert schemes[1].lower().split(", ") == sorted(beside.SCHEMES, key=beside.SCHEMES.get)
 
 
 class CopyingDriver:
@@ -113,18 +98,18 @@ def run_once(work: Callable[[], object]) -> float:
 @needs_emulation
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "fp8_blockwise"])
-def test_compares_the_same_tensors(scripts, recipe, world_size):
+def test_compares_the_same_tensors(recipe, world_size):
     """The library is given our masters, shards and gathered codes; equal results are found equal,
     one byte of each kind changed is found once.
     """
-    work = scripts.cuda.prepare_rank_0(
-        CudaBackend(Emulator()), scripts.cuda.RECIPES[recipe], SHAPES, world_size, "cpu"
+    work = bench_cuda.prepare_rank_0(
+        CudaBackend(Emulator()), bench_cuda.RECIPES[recipe], SHAPES, world_size, "cpu"
     )
-    driver = CopyingDriver(scripts.beside.WEIGHT, work, recipe == "nvfp4")
-    found = scripts.beside.compare(driver, recipe, work, (10, 0), run_once)
+    driver = CopyingDriver(beside.WEIGHT, work, recipe == "nvfp4")
+    found = beside.compare(driver, recipe, work, (10, 0), run_once)
     assert found["differing"] == {"amax": 0, "cast": 0, "transpose": 0}
     assert found["not_run"] == {}
-    assert driver.ran == [(bf16, step) for bf16 in (False, True) for step in scripts.beside.STEPS]
+    assert driver.ran == [(bf16, step) for bf16 in (False, True) for step in beside.STEPS]
 
     class WrongDriver(CopyingDriver):
         def step(self, rows, bf16, name):
@@ -134,18 +119,18 @@ def test_compares_the_same_tensors(scripts, recipe, world_size):
                 byte = ctypes.c_uint8.from_address(rows[0][field])
                 byte.value ^= 1
 
-    wrong = WrongDriver(scripts.beside.WEIGHT, work, recipe == "nvfp4")
-    found = scripts.beside.compare(wrong, recipe, work, (10, 0), run_once)
+    wrong = WrongDriver(beside.WEIGHT, work, recipe == "nvfp4")
+    found = beside.compare(wrong, recipe, work, (10, 0), run_once)
     assert found["differing"] == {"amax": 1, "cast": 1, "transpose": 1}
 
 
 @needs_emulation
-def test_says_what_did_not_run(scripts):
+def test_says_what_did_not_run():
     """A kernel that the device cannot run is not launched, one that fails ends no other: each has
     its reason on the page, and its goal stays open.
     """
-    work = scripts.cuda.prepare_rank_0(
-        CudaBackend(Emulator()), scripts.cuda.RECIPES["nvfp4"], SHAPES, 1, "cpu"
+    work = bench_cuda.prepare_rank_0(
+        CudaBackend(Emulator()), bench_cuda.RECIPES["nvfp4"], SHAPES, 1, "cpu"
     )
 
     class FailingDriver(CopyingDriver):
@@ -155,23 +140,23 @@ def test_says_what_did_not_run(scripts):
                 raise RuntimeError("out of luck")
             super().step(rows, bf16, name)
 
-    driver = FailingDriver(scripts.beside.WEIGHT, work, True)
-    row = scripts.beside.compare(driver, "nvfp4", work, (9, 0), run_once)
+    driver = FailingDriver(beside.WEIGHT, work, True)
+    row = beside.compare(driver, "nvfp4", work, (9, 0), run_once)
     assert row["differing"] == {"amax": 0, "transpose": 0}
     row |= {"set": "llama", "recipe": "nvfp4", "world_size": 1}
     report = {"rows": [], "transformer_engine": {"version": "2.20", "rows": [row]}}
-    page = "\n".join(scripts.report.transformer_engine(report))
+    page = "\n".join(cuda_report.transformer_engine(report))
     where = "- llama, nvfp4, rank 0 of 1: "
     assert f"{where}scale not run: out of luck." in page
     assert f"{where}cast not run: its NVFP4 cast converts by an instruction" in page
     assert "| llama | nvfp4 | 1 | amax | 1000.000 | 1000.000 | 1000.000 | 1.0 / 1.0 | 0 |" in page
     assert "| llama | nvfp4 | 1 | amax + cast | 2000.000 | - | - | - |  |" in page
-    assert scripts.report.verdicts(report) == [
+    assert cuda_report.verdicts(report) == [
         "- nvfp4 beside TransformerEngine at rank 0 of 1: amax + cast not measured, 2.5 OPEN"
     ]
 
 
-def test_the_verdict_counts_the_rounding(scripts):
+def test_the_verdict_counts_the_rounding():
     """The goal is held against the BF16 way, its rounding counted in: (1 + 1 + 2) / 0.4 is 10."""
     ours = {"amax": 0.2, "scale": 0.1, "cast": 0.2, "transpose": 0.1}
     theirs = {"amax": 1.0, "scale": 0.1, "cast": 2.0, "transpose": 0.1}
@@ -181,11 +166,11 @@ def test_the_verdict_counts_the_rounding(scripts):
     }  # fmt: skip
     failed = {"set": "llama", "recipe": "nvfp4", "world_size": 64, "reason": "no memory"}
     report = {"rows": [], "transformer_engine": {"version": "2.20", "rows": [row, failed]}}
-    page = "\n".join(scripts.report.transformer_engine(report))
+    page = "\n".join(cuda_report.transformer_engine(report))
     assert "| fp8 | 64 | amax + cast | 400.000 | 3000.000 | 4000.000 | 7.5 / 10.0 |" in page
     assert "| fp8 | 64 | cast | 200.000 | 2000.000 | 2000.000 | 10.0 / 10.0 | 7 |" in page
     assert "- llama, nvfp4, rank 0 of 64: not measured: no memory." in page
-    assert scripts.report.verdicts(report) == [
+    assert cuda_report.verdicts(report) == [
         "- fp8 beside TransformerEngine at rank 0 of 64: amax + cast 10.0 times as fast, 10 met",
         "- nvfp4 beside TransformerEngine at rank 0 of 64: amax + cast not measured, 10 OPEN",
     ]
@@ -194,7 +179,7 @@ def test_the_verdict_counts_the_rounding(scripts):
 # --- building ---
 
 
-def checkout(build: ModuleType, folder: Path) -> Path:
+def checkout(folder: Path) -> Path:
     """A folder that has the files of a checkout, empty."""
     for name in (
         "include/transformer_engine/transformer_engine.h",
@@ -227,67 +212,67 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """With a toolkit that has every library."""
     toolkit = tmp_path / "toolkit"
     (toolkit / "lib64").mkdir(parents=True)
-    for name in ("cudart", *scripts.build.LIBRARIES):
+    for name in ("cudart", *build.LIBRARIES):
         (toolkit / "lib64" / f"lib{name}.so").touch()
     compiler = Compiler(toolkit)
-    monkeypatch.setattr(scripts.build.subprocess, "run", compiler)
+    monkeypatch.setattr(build.subprocess, "run", compiler)
     return compiler
 
 
-def test_compiles_what_the_casts_call(scripts, compiler, tmp_path):
+def test_compiles_what_the_casts_call(compiler, tmp_path):
     """Each source is compiled for the one architecture, outside the checkout, once; a change in the
     checkout, or another architecture, makes another library.
     """
-    root = checkout(scripts.build, tmp_path / "checkout")
+    root = checkout(tmp_path / "checkout")
     before = sorted(root.rglob("*"))
-    made = scripts.build.library(root, "90", tmp_path / "build")
+    made = build.library(root, "90", tmp_path / "build")
     assert made.read_text() == "made"
     assert sorted(made.parent.iterdir()) == [made], "work files stayed behind"
     assert sorted(root.rglob("*")) == before
     compiled = [c for c in compiler.commands if c[0] == "nvcc" and "-o" in c]
-    assert len(compiled) == 1 + len(scripts.build.SOURCES)
+    assert len(compiled) == 1 + len(build.SOURCES)
     assert all("-gencode=arch=compute_90,code=sm_90" in c for c in compiled)
     assert [c[0] for c in compiler.commands].count("objcopy") == 1
 
     count = len(compiler.commands)
-    assert scripts.build.library(root, "90", tmp_path / "build") == made
+    assert build.library(root, "90", tmp_path / "build") == made
     assert len(compiler.commands) == count + 1, "only the toolkit is looked for"
-    assert scripts.build.library(root, "100a", tmp_path / "build") != made
-    (root / scripts.build.COMMON / "utils.cuh").write_text("changed")
-    assert scripts.build.library(root, "90", tmp_path / "build") != made
+    assert build.library(root, "100a", tmp_path / "build") != made
+    (root / build.COMMON / "utils.cuh").write_text("changed")
+    assert build.library(root, "90", tmp_path / "build") != made
 
 
-def test_links_what_is_built(scripts, compiler, tmp_path):
+def test_links_what_is_built(compiler, tmp_path):
     """Where the checkout holds its library, only the driver is compiled."""
-    root = checkout(scripts.build, tmp_path / "checkout")
+    root = checkout(tmp_path / "checkout")
     ready = root / "libtransformer_engine.so"
     ready.touch()
-    scripts.build.library(root, "90", tmp_path / "build")
+    build.library(root, "90", tmp_path / "build")
     compiled = [c for c in compiler.commands if c[0] == "nvcc" and "-o" in c]
     assert [Path(c[c.index("-c") + 1]).name for c in compiled] == ["bench_transformer_engine.cpp"]
     assert str(ready) in compiler.commands[-1]
 
 
-def test_says_why_there_is_no_library(scripts, compiler, tmp_path, capsys):
+def test_says_why_there_is_no_library(compiler, tmp_path, capsys):
     """A folder that is no checkout, and a source that does not compile, give one line."""
     (tmp_path / "empty").mkdir()
-    assert scripts.build.main([str(tmp_path / "empty")]) == 1
+    assert build.main([str(tmp_path / "empty")]) == 1
     assert capsys.readouterr().err == (
         "TransformerEngine of unknown version: no transformer_engine/common/include/"
         "transformer_engine/transformer_engine.h: is it a checkout, of about version 2.20?\n"
     )
-    root = checkout(scripts.build, tmp_path / "checkout")
+    root = checkout(tmp_path / "checkout")
     compiler.fails_at = "nvfp4.cu"
-    with pytest.raises(scripts.build.BuildError, match=r"^nvcc: x.cu\(3\): error: no$"):
-        scripts.build.library(root, "90", tmp_path / "build")
+    with pytest.raises(build.BuildError, match=r"^nvcc: x.cu\(3\): error: no$"):
+        build.library(root, "90", tmp_path / "build")
     assert list((tmp_path / "build").iterdir()) == [], "work files stayed behind"
 
 
-def test_architectures(scripts):
+def test_architectures():
     """From capability 10.0 on a device has a target of its own."""
-    assert scripts.build.architecture((9, 0)) == "90"
-    assert scripts.build.architecture((10, 0)) == "100a"
+    assert build.architecture((9, 0)) == "90"
+    assert build.architecture((10, 0)) == "100a"

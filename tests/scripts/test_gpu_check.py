@@ -10,8 +10,8 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
+import bench_rows
 import pytest
 
 from tests.cuda_emulation.emulator import needs_emulation
@@ -37,21 +37,12 @@ sys.exit(0 if Rows(Path(sys.argv[2])).do(works) else 1)
 """
 
 
-@pytest.fixture
-def bench_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_rows
-
-    return bench_rows
-
-
 def worker(path: Path, *names: str) -> list[str]:
     """The command of a process that does these rows."""
     return [sys.executable, "-c", WORKER, str(SCRIPTS), str(path), *names]
 
 
-def test_a_row_that_fails_spoils_no_other(bench_rows: ModuleType, tmp_path: Path) -> None:
+def test_a_row_that_fails_spoils_no_other(tmp_path: Path) -> None:
     """One that raises, one that takes the process down and one that never ends are named with the
     reason, and all others are done, once.
     """
@@ -69,13 +60,13 @@ def test_a_row_that_fails_spoils_no_other(bench_rows: ModuleType, tmp_path: Path
     assert rows.size == size
 
 
-def test_a_command_that_does_no_row_is_not_repeated(bench_rows: ModuleType, tmp_path: Path) -> None:
+def test_a_command_that_does_no_row_is_not_repeated(tmp_path: Path) -> None:
     """Where it cannot start, it is tried once."""
     rows = bench_rows.Rows(tmp_path / "rows.jsonl")
     assert not bench_rows.supervise(rows, [sys.executable, "-c", "import nowhere"], limit=9.0)
 
 
-def test_rows_of_a_killed_process_are_whole(bench_rows: ModuleType, tmp_path: Path) -> None:
+def test_rows_of_a_killed_process_are_whole(tmp_path: Path) -> None:
     """Killed at whatever moment, it leaves lines of JSON, of which the last may be cut, and the
     next one goes on after the whole ones.
     """
@@ -94,7 +85,7 @@ def test_rows_of_a_killed_process_are_whole(bench_rows: ModuleType, tmp_path: Pa
     assert names[: len(ended)] == ended
 
 
-def test_a_line_that_was_cut_is_left_out(bench_rows: ModuleType, tmp_path: Path) -> None:
+def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     """When rows are read, and when they are done again."""
     rows = bench_rows.Rows(tmp_path / "rows.jsonl")
     assert rows.do({"a": lambda: {"value": 1}})
@@ -143,17 +134,17 @@ esac
 """
 
 
-@pytest.mark.parametrize("option", ["--kernel-name", "--kernel-regex"])
 @pytest.mark.parametrize(
-    ("kernels", "hangs", "result"),
+    ("option", "kernels", "hangs", "result"),
     [
-        ("'at::copy<float>'", "none", "| sanitizers | ok |"),
-        ("'partial_amax<zerocast::scalar::Tile>' 'at::copy<float>'", "none",
+        ("--kernel-name", "'at::copy<float>'", "none", "| sanitizers | ok |"),
+        ("--kernel-regex", "'at::copy<float>'", "none", "| sanitizers | ok |"),
+        ("--kernel-regex", "'partial_amax<zerocast::scalar::Tile>' 'at::copy<float>'", "none",
          "1 errors of zerocast's kernels"),
-        ("'at::copy<float>'", "alone\\[device-block",
+        ("--kernel-name", "'at::copy<float>'", "alone\\[device-block",
          "unfinished after 30 s: racecheck of test_sanitized_alone[device-block]"),
     ],
-    ids=["clean", "a read by our kernel", "a hang"],
+    ids=["clean", "clean by regex", "a read by our kernel", "a hang"],
 )  # fmt: skip
 def test_what_sanitizers_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, kernels: str, hangs: str,
@@ -175,7 +166,7 @@ def test_what_sanitizers_report(
 
 
 @needs_emulation
-def test_a_rehearsal_that_is_killed_goes_on(bench_rows: ModuleType, tmp_path: Path) -> None:
+def test_a_rehearsal_that_is_killed_goes_on(tmp_path: Path) -> None:
     """Killed in the middle of the table, the script leaves whole rows; run again, it does the
     others and writes the page, and what it had found is not measured again.
     """
@@ -195,7 +186,7 @@ def test_a_rehearsal_that_is_killed_goes_on(bench_rows: ModuleType, tmp_path: Pa
 
 @pytest.mark.nightly
 @needs_emulation
-def test_a_rehearsal_killed_at_every_second(bench_rows: ModuleType, tmp_path: Path) -> None:
+def test_a_rehearsal_killed_at_every_second(tmp_path: Path) -> None:
     """Whatever stage it is in, the rows are whole, and calls enough end it."""
     names = ("rows.jsonl", "bench_cuda.jsonl")
     stages = ("compile", "smoke", "speed", "counters", "beside")

@@ -1,56 +1,49 @@
 """The training check judges what it should, and goes on where an earlier call ended."""
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_check.py"
-
-_spec = importlib.util.spec_from_file_location("train_check", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-train_check = importlib.util.module_from_spec(_spec)
-sys.modules["train_check"] = train_check  # dataclasses look their module up
-_spec.loader.exec_module(train_check)
+import train_check
 
 Change = Callable[[Any, Any], Any]
 
 
-def record_of_all(path: Path, change: Change | None = None) -> None:
-    """As if all runs had been made: sound ones with a loss of 2.3, planted ones with 2.5 and wrong
-    bytes; each passed through ``change``.
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """``check(change, *options)`` -> exit code and output of the script, which trains nothing, on a
+    record of all runs: sound ones with a loss of 2.3, planted ones with 2.5 and wrong bytes; each
+    passed through ``change``, and left out where that gives None.
     """
-    results = {}
-    for job in train_check.all_jobs(train_check.RECIPES, train_check.MODES, [0, 1, 2]):
-        result = train_check.Result(2.5 if job.planted else 2.3, not job.planted)
-        results[job] = change(job, result) if change else result
-    results = {job: result for job, result in results.items() if result is not None}
-    train_check.write_record(path, {"steps": 200, "ranks": 2}, results)
+
+    def checked(change: Change | None = None, *options: str) -> tuple[int, str]:
+        results = {}
+        for job in train_check.all_jobs(train_check.RECIPES, train_check.MODES, [0, 1, 2]):
+            result = train_check.Result(2.5 if job.planted else 2.3, not job.planted)
+            result = change(job, result) if change else result
+            results |= {job: result} if result else {}
+        path = Path(tmp_path / "record.json")
+        train_check.write_record(path, {"steps": 200, "ranks": 2}, results)
+        before = path.read_text()
+        arguments = ["--record", str(path), "--seconds", "-1", *options]
+        monkeypatch.setattr("sys.argv", ["train_check.py", *arguments])
+        code = train_check.main()
+        assert path.read_text() == before
+        return code, capsys.readouterr().out
+
+    return checked
 
 
-def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the script on a record, and let it train nothing."""
-    return subprocess.run(
-        [sys.executable, SCRIPT, "--record", path, "--seconds", "-1", *options],
-        capture_output=True, text=True, timeout=60, check=False, cwd=path.parent,
-    )  # fmt: skip
-
-
-def test_a_complete_record_is_judged_without_training(tmp_path):
+def test_a_complete_record_is_judged_without_training(check):
     """Every recipe in both modes has its claim, and all hold."""
-    record_of_all(tmp_path / "record.json")
-    finished = check(tmp_path / "record.json")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "nvfp4, autocast: within 6% of bf16" in finished.stdout
-    assert "NO" not in finished.stdout
+    code, said = check()
+    assert code == 0, said
+    assert "nvfp4, autocast: within 6% of bf16" in said
+    assert "NO" not in said
     for recipe in train_check.RECIPES:
-        assert f"yes  {recipe}, weights: within 4% of bf16" in finished.stdout
-        assert f"yes  {recipe}, autocast: within" in finished.stdout
+        assert f"yes  {recipe}, weights: within 4% of bf16" in said
+        assert f"yes  {recipe}, autocast: within" in said
 
 
 @pytest.mark.parametrize(
@@ -64,40 +57,29 @@ def test_a_complete_record_is_judged_without_training(tmp_path):
         (("delayed", "weights", 0, True), (2.5, True), "every comparison of bytes fails"),
     ],
 )
-def test_one_run_that_is_off_breaks_its_claim_and_no_other(tmp_path, job, result, broken):
+def test_one_run_that_is_off_breaks_its_claim_and_no_other(check, job, result, broken):
     """A mean that is too large or too small, wrong bytes, a planted fault that is not noticed."""
-    off = train_check.Job(*job)
-    record_of_all(
-        tmp_path / "record.json",
-        lambda each, sound: train_check.Result(*result) if each == off else sound,
-    )
-    finished = check(tmp_path / "record.json")
-    assert finished.returncode == 1, finished.stdout + finished.stderr
-    (line,) = [line for line in finished.stdout.splitlines() if line.startswith("NO")]
-    assert broken in line
+    off, wrong = train_check.Job(*job), train_check.Result(*result)
+    code, said = check(lambda each, sound: wrong if each == off else sound)
+    (line,) = [line for line in said.splitlines() if line.startswith("NO")]
+    assert (code, broken in line) == (1, True), said
 
 
-def test_missing_runs_are_counted_and_others_are_kept(tmp_path):
+def test_missing_runs_are_counted_and_others_are_kept(check):
     """Without two of its runs the check is no verdict: exit code 2, and it says how many."""
-    path = tmp_path / "record.json"
-    record_of_all(
-        path, lambda job, sound: None if job.seed == 2 and job.recipe == "block" else sound
-    )
-    before = path.read_text()
-    finished = check(path)
-    assert finished.returncode == 2, finished.stdout + finished.stderr
-    assert "2 of 59 runs are missing" in finished.stdout
-    assert path.read_text() == before
-    assert check(path, "--seeds", "0,1").returncode == 0
+
+    def some(job, sound):
+        return None if job.seed == 2 and job.recipe == "block" else sound
+
+    code, said = check(some)
+    assert (code, "2 of 59 runs are missing" in said) == (2, True), said
+    assert check(some, "--seeds", "0,1")[0] == 0
 
 
-def test_a_record_of_other_settings_is_refused(tmp_path):
+def test_a_record_of_other_settings_is_refused(check):
     """Losses after other numbers of steps are not to be compared."""
-    record_of_all(tmp_path / "record.json")
-    finished = check(tmp_path / "record.json", "--steps", "100")
-    assert finished.returncode == 1
-    assert "holds runs of" in finished.stderr
-    assert "delete it" in finished.stderr
+    with pytest.raises(SystemExit, match=r"(?s)holds runs of.*delete it"):
+        check(None, "--steps", "100")
 
 
 def test_a_launch_holds_runs_that_differ_in_the_recipe_only():

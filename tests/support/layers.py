@@ -23,6 +23,9 @@ RECIPES = {name: recipes.RECIPES[name] for name in NAMES}
 
 every_recipe = recipes.each(*NAMES)
 
+breaks = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+"""Of the compiler, where it takes up a function after a break, about a tensor that is no leaf."""
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 both_dtypes = pytest.mark.parametrize(

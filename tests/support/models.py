@@ -1,6 +1,6 @@
 """Models to convert, shard and train: one of each shape."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -80,6 +80,24 @@ class Attention(torch.nn.Module):
         """No softmax: every weight has a gradient that depends on the others."""
         y = self.wq(x) * self.wk(x) + self.wv(x)
         return y if self.wo is None else self.wo(y)
+
+
+class GroupedExperts(torch.nn.Module):
+    """Gate and up projections [experts, 16, 32] as torchtitan keeps them, each matrix of one value.
+
+    Args:
+        gate: the values of the gate projections, by expert.
+        up: those of the up projections.
+    """
+
+    __module__ = "torchtitan.models.common.moe"
+
+    def __init__(self, gate: Sequence[float], up: Sequence[float]) -> None:
+        super().__init__()
+        self.w1_EFD, self.w3_EFD = (
+            torch.nn.Parameter(torch.tensor(values).view(-1, 1, 1).repeat(1, 16, 32))
+            for values in (gate, up)
+        )
 
 
 class InRegion(torch.nn.Module):

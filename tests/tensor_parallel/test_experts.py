@@ -9,9 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zerocast
-from tests.export.test_pretrained import digests
 from tests.sharded.sharded import BF16, adamw, feed, gathered, reshard, whole_masters
 from tests.support.claims import assert_same_tensors, message_of, stored
+from tests.support.exports import contents
 from tests.support.ranks import on_gloo, shared_folder
 from tests.support.recipes import STATELESS, each
 from tests.support.same_bytes import assert_same_bytes
@@ -124,7 +124,7 @@ def test_files_are_those_of_the_whole_model_on_one_rank(comm, dims):
                 )
                 options["from_masters"] = False
                 save_pretrained(whole, paths[1], group=alone, **options)
-                assert digests(paths[0]) == digests(paths[1]), (name, from_masters)
+                assert contents(paths[0]) == contents(paths[1]), (name, from_masters)
             comm.barrier()
 
 
