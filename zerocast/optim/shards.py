@@ -26,7 +26,7 @@ from zerocast.cast.flat_plan import allocate_together, lay_together
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
-from zerocast.optim.buckets import BUCKET_SIZE, Bucket, OwnedShard, fill_buckets
+from zerocast.optim.buckets import BUCKET_SIZE, Bucket, PlacedShard, fill_buckets
 from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.places import Places
 from zerocast.optim.stepped_weights import Weight, restart_master, restart_plain_master
@@ -94,8 +94,8 @@ class ShardedWeights:
         self.whole: dict[int, torch.Tensor] | None = None
         self._places = Places(self.weights, self.code_flats)
 
-    def _own_shards(self) -> list[OwnedShard]:
-        by_weight: dict[int, OwnedShard] = {}
+    def _own_shards(self) -> list[PlacedShard]:
+        by_weight: dict[int, PlacedShard] = {}
         self._in_buckets: dict[int, tuple[FlatLayout, Extent]] = {}
         for bucket in self.buckets:
             by_weight |= zip(bucket.members, bucket.shards(self.comm.rank), strict=True)
