@@ -234,7 +234,7 @@ def test_masters_of_another_dtype(comm):
     for gather in gathers:
         assert gather.latest is not None
         shards = gather.shards
-        gather.prepare(shards.comm, torch.float16, shards.storage.device, is_due=False)
+        gather.prepare(gather.comm, torch.float16, shards.storage.device, is_due=False)
     step(model, fused(model.parameters()), 0)
     assert [gather.latest for gather in gathers] == [None] * 3
 

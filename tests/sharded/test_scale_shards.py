@@ -4,17 +4,20 @@ import pytest
 import torch
 
 from tests.support.recipes import RECIPES, each
-from zerocast.layout import CutBlocks, Extent, Owners
-from zerocast.sharded.row_shards import RowShards
-from zerocast.sharded.scale_shards import ScaleShards
+from zerocast.layout import CutBlocks, Extent, Owners, Plane
+from zerocast.sharded.all_gather_input import AllGatherInput
+from zerocast.sharded.state import fresh_state
 
+CPU = torch.device("cpu")
 GARBAGE = 0xA5
 
 
-def scale_shards(recipe, shape, world_size) -> ScaleShards:
-    """Those of a weight with both planes."""
-    rows = RowShards(torch.Size(shape), world_size, recipe.numerics.fmt)
-    return ScaleShards(rows, recipe, columnwise=True, tp_shard=None)
+def shards(recipe, shape, world_size, rank=0) -> AllGatherInput:
+    """Those of a weight with both planes, or that can have them."""
+    return AllGatherInput(
+        torch.Size(shape), torch.float32, recipe, fresh_state(recipe), world_size, rank, CPU,
+        columnwise=True, tp_shard=None,
+    )  # fmt: skip
 
 
 def chunks(shape, world_size) -> list[Extent]:
@@ -34,27 +37,34 @@ def test_what_ranks_send_makes_up_all_scales(recipe, world_size):
                   (640, 16), (5, 48, 32), (7, 3, 16, 48)]:  # fmt: skip
         if shape[-1] % 32 and (recipe.scheme.startswith("mx") or recipe.scheme == "nvfp4"):
             continue
-        own, parts = scale_shards(recipe, shape, world_size), chunks(shape, world_size)
-        sent = [torch.full((own.sent_bytes,), GARBAGE, dtype=torch.uint8) for _ in parts]
-        for rank, extent in enumerate(parts):
-            made = own.allocate_made(torch.device("cpu"))
-            for i, of_matrix in enumerate(own.own(sent[rank], made, rank)):
-                for name, scales in of_matrix.items():
-                    grid = own.planes[name].grid
+        parts = chunks(shape, world_size)
+        ranks = [shards(recipe, shape, world_size, rank) for rank in range(world_size)]
+        for extent, own in zip(parts, ranks, strict=True):
+            if own.storage.by_owner:
+                own.flat[-1].fill_(GARBAGE)
+            for i, matrix in enumerate(own.storage.matrices):
+                for name, scales in matrix.own_scales.items():
+                    grid = planes(matrix)[name].grid
                     start = i * grid.numel
                     held = extent.intersect(Extent(start, start + grid.numel)).shifted(-start)
                     mine = grid.owned(held) if held.size > 0 else range(0)
-                    if name not in own.by_owner:
+                    if name not in own.storage.by_owner:
                         mine = range(grid.num_blocks)
-                    assert list(scales.blocks) == list(mine), (shape, rank, name)
+                    assert list(scales.blocks) == list(mine), (shape, name)
                     scales.entries.copy_(numbers(i, mine))
-        whole = own.whole(torch.cat(sent), made)
-        assert own.planes.keys() == {p.name for p in recipe.planes(shape) if p.is_cast}
-        for i in range(own.matrices):
-            for name, plane in own.planes.items():
+        sent = zip(*(each.flat for each in ranks), strict=True)
+        whole = own.whole_scales(list(map(torch.cat, sent)))
+        for i, matrix in enumerate(own.storage.matrices):
+            assert matrix.own_scales.keys() == planes(matrix).keys()
+            for name, plane in planes(matrix).items():
                 expected = numbers(i, range(plane.grid.num_blocks)).to(whole[i][name].dtype)
                 assert torch.equal(whole[i][name], expected), (shape, name)
                 assert whole[i][name].is_contiguous(), (shape, name)  # as backends read it
+
+
+def planes(storage) -> dict[str, Plane]:
+    """Those that are cast, by name."""
+    return {plane.name: plane for plane in storage.cast_planes}
 
 
 def numbers(matrix: int, blocks: range) -> torch.Tensor:
@@ -68,12 +78,12 @@ def test_amaxes_that_are_reduced_are_those_of_cut_blocks(recipe):
     higher than a rank's rows.
     """
     for rows, world_size in [(640, 3), (640, 5), (130, 4), (96, 7), (256, 2)]:
-        own = scale_shards(recipe, (rows, 64), world_size)
+        own = shards(recipe, (rows, 64), world_size)
         extents = [[[e.start, e.end]] for e in chunks((rows, 64), world_size)]
         owners, expected = Owners.of_extents(torch.tensor(extents)), 0
-        for name, plane in own.planes.items():
+        for name, plane in planes(own.storage).items():
             count = plane.grid.num_blocks
-            if name in own.by_owner:
+            if name in own.storage.by_owner:
                 count = CutBlocks([(0, plane.grid)], owners).count
             else:
                 assert plane.grid.block_h > -(-rows // world_size)
@@ -83,5 +93,5 @@ def test_amaxes_that_are_reduced_are_those_of_cut_blocks(recipe):
 
 def test_one_scale_a_tensor_is_made_by_every_rank():
     """FP8 under one scale keeps it, and sends none."""
-    own = scale_shards(RECIPES["current"], (64, 64), 4)
-    assert (own.sent_bytes, own.planes, own.own(torch.empty(0), {}, 1)) == (0, {}, [])
+    own = shards(RECIPES["current"], (64, 64), 4, rank=1)
+    assert (own.storage.own_scales, len(own.flat)) == ({}, len(own.sent))

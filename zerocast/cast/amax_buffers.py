@@ -26,6 +26,7 @@ from zerocast.arguments import check_choice
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.layout import BlockGrid, CutBlocks, Owners, Plane
+from zerocast.tensors.owned_shard import OwnedShard
 from zerocast.tensors.weight_operands import Amaxes
 
 ExchangeKind = Literal["full", "boundary"]
@@ -44,11 +45,9 @@ def is_boundary(exchange: ExchangeKind) -> bool:
 def planes_by_owner(spec: ShardSpec) -> Sequence[Plane]:
     """The planes of a weight whose scales their owners make in a boundary exchange."""
     storage = spec.storage
-    if spec.by_owner is not None:
-        return [plane for plane in storage.cast_planes if plane.name in spec.by_owner]
-    if storage.form.has_one_block or not storage.shape.numel():
-        return []
-    return [plane for plane in storage.cast_planes if not storage.spans_tp_shards(plane)]
+    if isinstance(storage, OwnedShard):
+        return [plane for plane in storage.cast_planes if plane.name in storage.by_owner]
+    return [plane for plane in storage.form.planes_by_block if not storage.spans_tp_shards(plane)]
 
 
 class AmaxBuffers:

@@ -17,7 +17,8 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.layout import Owners
 from zerocast.numerics import TensorOperand
-from zerocast.tensors.weight_operands import OwnScales, tensor_operand
+from zerocast.tensors.owned_shard import OwnedShard, OwnScales
+from zerocast.tensors.weight_operands import tensor_operand
 
 
 class CastCollectives:
@@ -64,7 +65,10 @@ class CastCollectives:
         self.own_scales: dict[int, Mapping[str, OwnScales]] = {
             i: own for each in self.scale_gathers for i, own in each.own.items() if own
         }
-        self.own_scales |= {i: each.scales[0] for i, each in enumerate(matrices) if each.scales}
+        storages = [each.storage for each in matrices]
+        self.own_scales |= {
+            i: each.own_scales for i, each in enumerate(storages) if isinstance(each, OwnedShard)
+        }
         self.compact = {i: all_ for each in self.scale_gathers for i, all_ in each.compact.items()}
 
     def operands(

@@ -133,7 +133,7 @@ def _matrices(spec: ShardSpec) -> list[ShardSpec]:
         found.append(
             replace(
                 spec, name=f"{spec.name}{place}", storage=matrix, extent=extent, codes=codes,
-                scales=spec.scales[i : i + 1], amax_group=group,
+                amax_group=group,
             )
         )  # fmt: skip
     return found

@@ -20,7 +20,7 @@ from zerocast.cast.shard_spec import ShardSpec
 from zerocast.comm import Communicator
 from zerocast.layout import Extent, Owners, Plane, round_up
 from zerocast.tensors import QuantizedStorage
-from zerocast.tensors.weight_operands import OwnScales
+from zerocast.tensors.owned_shard import OwnedShard, OwnScales
 
 _ALIGNMENT = 16
 """Bytes: what a kernel stores at once."""
@@ -44,7 +44,8 @@ def scale_gathers(
         owners: by group those of its members.
         by_owner: by weight the planes whose scales their blocks' owners make.
     """
-    planes = [[] if spec.scales else own for spec, own in zip(specs, by_owner, strict=True)]
+    pairs = zip(specs, by_owner, strict=True)
+    planes = [[] if isinstance(spec.storage, OwnedShard) else own for spec, own in pairs]
     return [
         ScaleGather(comm, {i: (specs[i].storage, planes[i]) for i in indices}, owners[comm])
         for comm, indices in members.items()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -21,33 +20,12 @@ from zerocast.errors import InputError
 from zerocast.layout import Extent, Source
 from zerocast.numerics import byte_span
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
-from zerocast.tensors.weight_operands import OwnScales
+from zerocast.tensors.owned_shard import OwnedShard
 from zerocast.tensors.wrapped_names import without_wrappers
 
-
-@dataclass(frozen=True, slots=True)
-class ShardBuffers:
-    """What receives all that this rank makes of a weight, where a caller gathers its scales, too.
-
-    Attributes:
-        codes: by gathered plane, as for :class:`zerocast.CastPlan`.
-        scales: by matrix, and by the name of each plane with amaxes, the scales that this rank
-            makes: of the blocks that it owns, or of all blocks. The weight stores none.
-        by_owner: the names of the planes, the same on every rank, of which it is the blocks that it
-            owns.
-    """
-
-    codes: Sequence[torch.Tensor]
-    scales: Sequence[Mapping[str, OwnScales]]
-    by_owner: frozenset[str]
-
-
-OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | ShardBuffers | None]"
+OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"
 """By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
 a weight with two planes."""
-
-NO_CODES: Mapping[str, torch.Tensor] = MappingProxyType({})
-"""Where the weight receives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +40,6 @@ class ShardSpec:
         codes: by the names of the weight's gathered buffers, uint8 buffers of the caller's that
             receive the shard's codes instead of the weight; empty where the weight receives them.
         amax_group: weights with the same one share their tensor amax; None for a weight of its own.
-        scales, by_owner: those of :class:`ShardBuffers`; none where the weight stores its scales.
     """
 
     name: str
@@ -71,8 +48,6 @@ class ShardSpec:
     extent: Extent
     codes: Mapping[str, torch.Tensor]
     amax_group: str | None
-    scales: Sequence[Mapping[str, OwnScales]] = ()
-    by_owner: frozenset[str] | None = None
 
     def own_codes(self, plane: str) -> torch.Tensor | None:
         """The buffer of :attr:`codes` for ``plane``, flat, as it lies now."""
@@ -136,7 +111,9 @@ def check_specs(
                 f"all weights of a cast must be on one device, got {specs[0].name} on "
                 f"{first_device} and {name} on {storage.device}; make one plan a device."
             )
-        own = fsdp_shard_model_weights[i] if fsdp_shard_model_weights is not None else None
+        own: Any = None if fsdp_shard_model_weights is None else fsdp_shard_model_weights[i]
+        if isinstance(storage, OwnedShard):
+            own = list(storage.own_codes.values())
         check_castable(name, storage, holds_codes=own is None)
         if storage.tp_shard is not None:
             storage.tp_shard.require_comm()
@@ -144,10 +121,7 @@ def check_specs(
         extent = extent_of(name, storage, master_weights[i], start_offsets[i])
         codes = _shard_codes(name, storage, extent, own)
         group = (labels[i] if labels else None) or storage.amax_group
-        spec = ShardSpec(name, names is not None, storage, extent, codes, group)
-        if isinstance(own, ShardBuffers):
-            spec = replace(spec, scales=own.scales, by_owner=own.by_owner)
-        specs.append(spec)
+        specs.append(ShardSpec(name, names is not None, storage, extent, codes, group))
     groups = by_first_names([spec.amax_group for spec in specs], [spec.name for spec in specs])
     return [
         spec if group is None else replace(spec, amax_group=group)
@@ -193,9 +167,8 @@ def _shard_codes(
 ) -> Mapping[str, torch.Tensor]:
     """The buffers for a shard's codes, by the names of the weight's gathered buffers."""
     if given is None:
-        return NO_CODES
+        return {}
     planes = storage.gathered
-    given = given.codes if isinstance(given, ShardBuffers) else given
     buffers = list(given) if isinstance(given, list | tuple) else [given]
     if len(buffers) != len(planes):
         raise InputError(

@@ -196,7 +196,7 @@ def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
             f"{gather.name} has not been gathered yet, so nothing tells the dtype of its weight; "
             f"give dtype=, such as torch.bfloat16."
         )
-    return gather.shards.dtype
+    return gather.shards.storage.dtype
 
 
 def own_rows(name: str, tensor: torch.Tensor) -> Shard:

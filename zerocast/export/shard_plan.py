@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from zerocast.arguments import present
+from zerocast.cast.amax_buffers import planes_by_owner
 from zerocast.cast.consistency import exchange_owners, members_by_group, tp_shards_by_group
-from zerocast.cast.shard_spec import (
-    NO_CODES,
-    ShardBuffers,
-    ShardSpec,
-    check_amax_groups,
-    check_specs,
-)
+from zerocast.cast.matrices import Matrices
+from zerocast.cast.scale_gather import ScaleGather
+from zerocast.cast.shard_spec import ShardSpec, check_amax_groups, check_specs
 from zerocast.cast.sharded_cast import ShardedCast
 from zerocast.comm import Communicator, announcing
-from zerocast.export.entries import Entry, Shard
-from zerocast.export.gathered import ONE_BY_ONE_FROM, allocate_codes, start_scales
-from zerocast.layout import Extent, Owners
-from zerocast.numerics import INFINITY_BITS, NVFP4Numerics, byte_span
-from zerocast.sharded.all_gather_input import CastShard
+from zerocast.export.entries import Entry
+from zerocast.layout import Owners
+from zerocast.numerics import INFINITY_BITS, NVFP4Numerics
 from zerocast.sharded.placement import to_local
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedStorage, QuantizedTensor, prepare_expansion
+from zerocast.tensors.owned_shard import OwnedShard
 from zerocast.tensors.pipeline import CastPipeline
-from zerocast.tensors.weight_operands import OwnScales
+
+ONE_BY_ONE_FROM = 1 << 20
+"""Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
+collective more takes less time than copying them would. So is the largest of a plan."""
 
 
 class EntryOwners:
@@ -48,9 +47,7 @@ class EntryOwners:
                 _own_shape(entry), entry.dtype, present(entry.recipe), torch.device("meta"),
                 columnwise=False, tp_shard=tp_shard,
             )  # fmt: skip
-            specs.append(
-                ShardSpec(entry.name, True, storage, shard.extent, NO_CODES, entry.amax_group)
-            )
+            specs.append(ShardSpec(entry.name, True, storage, shard.extent, {}, entry.amax_group))
             members.setdefault(shard.comm, []).append(i)
             if tp_shard is not None and tp_shard.comm is not None:
                 tp_shards.setdefault(tp_shard.comm, []).append(i)
@@ -80,9 +77,8 @@ class ShardPlan:
             this holds or changes (:func:`hold`); None to cast under the weights' own.
 
     Attributes:
-        storages: by name tensor amaxes, and the scales that every rank makes.
-        own: by name uint8, the bytes that hold the codes of this rank's elements; bits of other
-            elements in them are 0.
+        storages: by name what this rank casts. In the bytes of its codes, bits of other ranks'
+            elements are 0.
     """
 
     def __init__(
@@ -92,25 +88,19 @@ class ShardPlan:
         held_amaxes: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self._names, self._owners = [entry.name for entry in entries], owners
-        self.storages: dict[str, QuantizedStorage] = {}
-        self.own: dict[str, torch.Tensor] = {}
-        self._scales: dict[str, list[OwnScales]] = {}  # of each matrix
-        shards: list[Shard] = []
-        for entry in entries:
-            shard = present(entry.shard)
-            storage, scales = _cast_shard(entry, shard.extent)
-            first, last = byte_span(storage.form.numerics.fmt, shard.extent.start, shard.extent.end)
-            own = torch.zeros(last - first, dtype=torch.uint8, device=storage.device)
-            self.own[entry.name], self.storages[entry.name] = own, storage
-            if scales:
-                self._scales[entry.name] = scales
-            shards.append(shard)
+        self.storages: dict[str, OwnedShard] = {}
+        shards = [present(entry.shard) for entry in entries]
+        for entry, shard in zip(entries, shards, strict=True):
+            storage = self.storages[entry.name] = OwnedShard.allocate(
+                _own_shape(entry), entry.dtype, present(entry.recipe),
+                to_local(entry.tensor).device, shard.extent, tp_shard=entry.tp_shard,
+            )  # fmt: skip
+            storage.amax_group = entry.amax_group
         self._comm_of = [shard.comm for shard in shards]
         weights = [QuantizedTensor(storage) for storage in self.storages.values()]
         masters = [shard.values for shard in shards]
         starts = [None if shard.values is None else shard.extent.start for shard in shards]
-        buffers = [self._buffers_of(name) for name in self.storages]
-        specs = check_specs(weights, masters, starts, buffers, self._names)
+        specs = check_specs(weights, masters, starts, None, self._names)
         members = members_by_group(self._comm_of, len(specs))
         check_amax_groups(specs, members)
         self._one_by_one_from = min(ONE_BY_ONE_FROM, max(each.numel() for each in weights))
@@ -128,14 +118,6 @@ class ShardPlan:
         self._comms, self._gathers, self._device = cast.comms, cast.gathers, cast.device
         holds = None if held_amaxes is None else partial(_hold_amaxes, cast, held_amaxes)
         self._pipeline = cast.pipeline().having(hold_amaxes=holds)
-
-    def _buffers_of(self, name: str) -> torch.Tensor | ShardBuffers:
-        """What receives this rank's part of a weight."""
-        if name not in self._scales:
-            return self.own[name]
-        plane: str = self.storages[name].planes[0].name
-        scales = [{plane: each} for each in self._scales[name]]
-        return ShardBuffers([self.own[name]], scales, frozenset([plane]))
 
     def measure(self) -> None:
         """Begin a cast: what comes before ranks send each other anything. Of recipes that cast
@@ -170,11 +152,12 @@ class ShardPlan:
             for name, each in self.storages.items()
         }
         for name, weight in whole.items():
-            codes, own = weight.form.buffers[weight.planes[0].codes_name], self.own[name]
-            if len(own) == math.prod(codes.shape):  # this rank has cast all of them
-                weight.buffers[weight.planes[0].codes_name] = own.view(codes.shape)
+            for codes_name, own in self.storages[name].own_codes.items():
+                codes = weight.form.buffers[codes_name]
+                if len(own) == math.prod(codes.shape):  # this rank has cast all of them
+                    weight.buffers[codes_name] = own.view(codes.shape)
         device = self._device
-        allocate_codes(
+        _allocate_codes(
             [each for each in whole.values() if each.shape.numel() >= self._one_by_one_from],
             device,
         )  # where they are received
@@ -183,7 +166,7 @@ class ShardPlan:
         waits += self._start_scales(whole)
 
         def finish() -> dict[str, QuantizedStorage]:
-            allocate_codes(whole.values(), device)
+            _allocate_codes(whole.values(), device)
             while waits:  # each holds what it has received, until it is stored
                 waits.pop(0)()
             found = dict(whole)
@@ -203,15 +186,11 @@ class ShardPlan:
         """
         members: dict[Communicator, list[str]] = {}
         for name, comm in zip(self._names, self._comm_of, strict=True):
-            if name in self._scales:
+            if self.storages[name].own_scales:
                 members.setdefault(comm, []).append(name)
         return [
-            start_scales(
-                comm,
-                self._owners.of(comm, names),
-                {name: self.storages[name] for name in names},
-                self._scales,
-                into,
+            _start_scales(
+                comm, self._owners.of(comm, names), {n: self.storages[n] for n in names}, into
             )
             for comm, names in members.items()
         ]
@@ -221,9 +200,10 @@ class ShardPlan:
         where every rank has all that are stored, or has to have them before it can tell which are
         its own: those of blocks of several rows, stored for each row.
         """
-        if self.storages[name].planes[0].scales.row_repeat > 1 or name not in self._scales:
+        storage = self.storages[name]
+        if storage.planes[0].scales.row_repeat > 1 or not storage.by_owner:
             return None
-        return torch.cat([each.entries for each in self._scales[name]])
+        return storage.own_scales["rowwise"].entries
 
     @property
     def repeats_scales(self) -> bool:
@@ -231,29 +211,61 @@ class ShardPlan:
         return any(each.planes[0].scales.row_repeat > 1 for each in self.storages.values())
 
 
-def _cast_shard(entry: Entry, extent: Extent) -> tuple[CastShard, list[OwnScales]]:
-    """Return an entry as its cast finds it, and by matrix room for the scales of the blocks that
-    begin in ``extent``; none where every rank makes all scales, which are in the weight then.
+def _allocate_codes(weights: Iterable[QuantizedStorage], device: torch.device) -> None:
+    """Allocate the whole codes, all of which a gather writes, of the weights that have none."""
+    for weight in weights:
+        name = weight.planes[0].codes_name
+        if name not in weight.buffers:
+            codes = weight.form.buffers[name]
+            weight.buffers[name] = torch.empty(codes.shape, dtype=codes.dtype, device=device)
+    QuantizedStorage.bump_buffers_version()
+
+
+def _start_scales(
+    comm: Communicator,
+    owners: Owners,
+    shards: Mapping[str, OwnedShard],
+    into: Mapping[str, QuantizedStorage],
+) -> Callable[[], None]:
+    """Begin to bring the scales of ``shards``, by name, to every rank of ``comm``; what is returned
+    ends that, and stores them in the weights ``into``, which get memory for them then.
     """
-    recipe, shape, tp_shard = present(entry.recipe), _own_shape(entry), entry.tp_shard
-    device = to_local(entry.tensor).device
-    (plane,) = recipe.planes(shape, columnwise=False)
-    spans = tp_shard is not None and tp_shard.is_spanned_by(plane, recipe)
-    is_owned = not (spans or recipe.has_one_block or not shape.numel())
-    left_out = {plane.codes_name} | ({plane.scales_name} if is_owned else set())
-    buffers = {
-        name: spec.allocate(device)
-        for name, spec in recipe.buffers(shape, columnwise=False).items()
-        if name not in left_out
-    }
-    storage = CastShard(shape, entry.dtype, recipe, buffers, tp_shard)
-    storage.device, storage.amax_group = device, entry.amax_group
-    dtype, numel, scales = recipe.numerics.scale_dtype, plane.grid.numel, list[OwnScales]()
-    for start in range(0, shape.numel(), numel) if is_owned else ():
-        own = extent.intersect(Extent(start, start + numel))
-        blocks = plane.grid.owned(own.shifted(-start)) if own else range(0)
-        scales.append(OwnScales(blocks, torch.zeros(len(blocks), dtype=dtype, device=device)))
-    return storage, scales
+    specs = [ShardSpec(name, True, each, each.extent, {}, None) for name, each in shards.items()]
+    matrices, group = Matrices(specs), {comm: range(len(specs))}
+    found = matrices.specs()
+    planes = {i: (each.storage, planes_by_owner(each)) for i, each in enumerate(found)}
+    gather = ScaleGather(comm, planes, matrices.owners(group, {comm: owners})[comm], is_kept=False)
+    rooms, made = list[torch.Tensor](), list[torch.Tensor]()
+    for i, spec in enumerate(found):
+        assert isinstance(spec.storage, OwnedShard)
+        for name, own in spec.storage.own_scales.items():
+            if name in gather.own[i]:
+                rooms.append(gather.own[i][name].entries)
+                made.append(own.entries)
+            else:  # every rank has made them
+                gather.compact[i][name] = own.entries
+    wait = None
+    if rooms:
+        torch._foreach_copy_(rooms, made)
+        wait = gather.start()
+    names, device = list(shards), specs[0].storage.device
+
+    def finish() -> None:
+        if wait is not None:
+            wait()
+        for weight in map(into.__getitem__, names):
+            name = weight.form.planes[0].scales_name
+            weight.buffers[name] = weight.form.buffers[name].allocate(device)
+        stored = [matrix for name in names for matrix in into[name].matrices]
+        for launch in prepare_expansion(stored, gather.compact):
+            launch()
+
+    return finish
+
+
+def _own_shape(entry: Entry) -> torch.Size:
+    """Return the shape of what the ranks of its shard hold of an entry together."""
+    return entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
 
 
 def _hold_amaxes(cast: ShardedCast, held: dict[str, torch.Tensor]) -> None:
@@ -263,11 +275,6 @@ def _hold_amaxes(cast: ShardedCast, held: dict[str, torch.Tensor]) -> None:
             amax = cast.exchange.buffers.tensor_amaxes[i]
             held[matrix.name] = hold(amax, held.get(matrix.name))
             amax.copy_(held[matrix.name][:1])
-
-
-def _own_shape(entry: Entry) -> torch.Size:
-    """Return the shape of what the ranks of its shard hold of an entry together."""
-    return entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
 
 
 def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ layers wait for codes of later ones; smaller ones are bound by latency."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedShard:
+class PlacedShard:
     """What one rank owns of one weight.
 
     Attributes:
@@ -66,11 +66,11 @@ class Bucket:
         self.flats: list[torch.Tensor] = []
         self._member_sizes: torch.Tensor | None = None  # of one rank's range, when first asked
 
-    def shards(self, rank: int) -> list[OwnedShard]:
+    def shards(self, rank: int) -> list[PlacedShard]:
         """Return what ``rank`` owns of each member."""
         first, places = self.first_column, self.layout.shard_slices(rank)
         return [
-            OwnedShard(extent, slice(first + place.start, first + place.stop))
+            PlacedShard(extent, slice(first + place.start, first + place.stop))
             for extent, place in zip(self.layout.shards(rank), places, strict=True)
         ]
 

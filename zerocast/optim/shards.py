@@ -25,7 +25,7 @@ from zerocast.arguments import check_flag
 from zerocast.comm import Communicator, raise_together
 from zerocast.errors import InputError, ZerocastError
 from zerocast.layout import Extent, FlatLayout
-from zerocast.optim.buckets import BUCKET_SIZE, Bucket, OwnedShard, fill_buckets
+from zerocast.optim.buckets import BUCKET_SIZE, Bucket, PlacedShard, fill_buckets
 from zerocast.optim.pending_all_gather import PendingAllGather
 from zerocast.optim.stepped_weights import Weight, restart_master, restart_plain_master
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -94,8 +94,8 @@ class ShardedWeights:
         self.whole: dict[int, torch.Tensor] | None = None
         self._watch()
 
-    def _own_shards(self) -> list[OwnedShard]:
-        by_weight: dict[int, OwnedShard] = {}
+    def _own_shards(self) -> list[PlacedShard]:
+        by_weight: dict[int, PlacedShard] = {}
         self._in_buckets: dict[int, tuple[FlatLayout, Extent]] = {}
         for bucket in self.buckets:
             by_weight |= zip(bucket.members, bucket.shards(self.comm.rank), strict=True)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from zerocast.layout import Plane
 from zerocast.recipes.recipe import BufferSpec, Recipe
 
 
@@ -33,6 +34,13 @@ class Form:
         self.cast_planes = tuple(plane for plane in self.planes if plane.is_cast)
         self.gathered = tuple(plane.codes_name for plane in self.planes if plane.is_gathered)
         self.derived = tuple(name for p in self.planes if p.is_derived for name in p.buffers)
+
+    @property
+    def planes_by_block(self) -> tuple[Plane, ...]:
+        """The planes whose scales are those of blocks: all that are cast, but of a weight with one
+        scale or without elements.
+        """
+        return () if self.has_one_block or not self.shape.numel() else self.cast_planes
 
     @cached_property
     def buffers(self) -> dict[str, BufferSpec]:

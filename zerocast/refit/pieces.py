@@ -21,6 +21,7 @@ from zerocast.export.unusable_values import check_tensor_scale
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ceil_div
 from zerocast.sharded.placement import is_sharded, to_local
 from zerocast.tensors import QuantizedStorage
+from zerocast.tensors.owned_shard import owned_blocks
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,10 @@ def _is_cut_by_rows(tensor: torch.Tensor) -> bool:
 
 def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Piece]:
     """Yield the pieces of a weight that was cast from this rank's shard."""
-    shard, storage, own = entry.shard, plan.storages[entry.name], plan.own[entry.name]
+    shard, cast = entry.shard, plan.storages[entry.name]
     assert shard is not None
-    (plane,) = storage.recipe.planes(storage.shape, columnwise=False)
+    (plane,), (own,) = cast.planes, cast.own_codes.values()
+    storage: QuantizedStorage = cast
     extent, bits = shard.extent, storage.recipe.numerics.fmt.bits
     whole_codes = torch.empty(
         (*storage.shape[:-1], storage.shape[-1] * bits // 8), dtype=torch.uint8, device="meta"
@@ -170,7 +172,8 @@ def scale_range(plane: Plane, extent: Extent) -> Extent:
     blocks = BlockGrid(grid.rows, grid.cols, height, width)
     if not extent:
         return NOTHING
-    return Extent(*(_blocks_before(blocks, at) for at in (extent.start, extent.end)))
+    owned = owned_blocks(blocks, extent)
+    return Extent(owned.start, owned.stop)
 
 
 def matrix_range(plane: Plane, extent: Extent) -> Extent:
@@ -178,12 +181,6 @@ def matrix_range(plane: Plane, extent: Extent) -> Extent:
     if not extent:
         return NOTHING
     return Extent(*(ceil_div(at, plane.grid.numel) for at in (extent.start, extent.end)))
-
-
-def _blocks_before(grid: BlockGrid, element: int) -> int:
-    """Return how many blocks, of all matrices, have their first element before ``element``."""
-    matrix, in_matrix = divmod(element, grid.numel)
-    return matrix * grid.num_blocks + grid.blocks_before(in_matrix)
 
 
 def _share(name: str, tensor: torch.Tensor, comm: Communicator) -> Piece:

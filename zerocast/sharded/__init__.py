@@ -16,8 +16,6 @@ masters torch's DTensor splits, are cast alike.
     master_weight      the parameter, and the two methods that FSDP2 calls
     all_gather         what is known of one weight, and what is made of what was gathered
     all_gather_input   what a rank has of it between casts, and sends
-    row_shards         which rows each rank has, and how many bytes are sent for them
-    scale_shards       who makes which scales, and sends them
     casts              when a cast is due, what is cast together, precompute_scales_for_fsdp
     state              the recipe's state of a master, and the values that were cast
     updates            an optimizer's update that measures masters for their next cast

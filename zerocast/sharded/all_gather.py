@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from zerocast.arguments import check_shape, check_text
-from zerocast.backends import backend_for
 from zerocast.cast import CastPlan
 from zerocast.cast.verified import Verification, VerifyMode
 from zerocast.cast.whole_cast import HeldWeight
-from zerocast.comm import Communicator, announcing
+from zerocast.comm import Communicator, SingleRank, announcing
 from zerocast.errors import UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe, as_recipe
 from zerocast.sharded.all_gather_input import AllGatherInput
@@ -78,6 +77,7 @@ class LowBitAllGather:
         cast_values: the values that were cast last.
         is_gathered: whether FSDP2 has made shards of the master, which it gathers.
         is_settled: whether the next gather need not ask all ranks if a cast is due.
+        comm: the ranks that share :attr:`shards`.
         kept: the whole weight; None but in :attr:`CodesState.KEPT`.
         verify: the bytes that are compared between ranks after the first gather of each cast,
             weight by weight, as FSDP2 gathers them.
@@ -111,6 +111,7 @@ class LowBitAllGather:
         self.is_settled = False
         self.kept: QuantizedStorage | None = None
         self._shards: AllGatherInput | None = None
+        self.comm: Communicator = SingleRank()
         self._parameter: weakref.ref[torch.Tensor] | None = None
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
 
@@ -198,9 +199,11 @@ class LowBitAllGather:
             InputError: if tensor-parallel shards begin or end inside a block.
             UnsupportedError: if a quantized weight cannot present ``dtype``.
         """
-        old, tp_shard = self._shards, self.tp_shard
+        tp_shard, held = self.tp_shard, None
         wanted = comm, dtype, device, tp_shard
-        held = old and (old.comm, old.dtype, old.storage.device, old.storage.tp_shard)
+        if self._shards is not None:
+            old = self._shards.storage
+            held = self.comm, old.dtype, old.device, old.tp_shard
         is_new = held != wanted
         if not (is_new or self.cast_values.are_loaded):
             return False
@@ -213,8 +216,9 @@ class LowBitAllGather:
             check_tp_boundaries(self.name, tp_shard, self.recipe, columnwise=self.for_linear)
         if is_new:
             self.state = {name: t.clone().to(device) for name, t in self.state.items()}
+            shape, self.comm = self.shape if tp_shard is None else tp_shard.shape, comm
             self._shards = AllGatherInput(
-                self.shape, self.recipe, self.state, comm, dtype, device,
+                shape, dtype, self.recipe, self.state, comm.size, comm.rank, device,
                 columnwise=self.for_linear, tp_shard=tp_shard,
             )  # fmt: skip
             self.codes, self.kept, self.latest = CodesState.CAST, None, None
@@ -237,7 +241,7 @@ class LowBitAllGather:
         self.shards.casts += 1
         self.cast_values.set_to(self.master)
         if self.kept is not None:
-            self.refill(self.kept, self.shards.all_gather_inputs, self.shards)
+            self.refill(self.kept, self.shards.flat, self.shards)
 
     # --- after the all-gather ---
 
@@ -249,13 +253,15 @@ class LowBitAllGather:
         """
         shape, device = shards.storage.shape, shards.storage.device
         with torch.inference_mode(False):
-            views = shards.rows.views(list(shards.sent), outputs)
+            views = shards.views(outputs)
             buffers = {
                 name: views[name].view(spec.shape) if name in views else spec.allocate(device)
                 for name, spec in self.recipe.buffers(shape, columnwise=self.for_linear).items()
                 if name not in self.recipe.state
             }
-            weight = QuantizedTensor(QuantizedStorage(shape, shards.dtype, self.recipe, buffers))
+            weight = QuantizedTensor(
+                QuantizedStorage(shape, shards.storage.dtype, self.recipe, buffers)
+            )
             weight.quantized_storage.gathered_from = self.name
             self.refill(weight.quantized_storage, outputs, shards)
         return weight, [buffer for name, buffer in buffers.items() if name not in views]
@@ -274,13 +280,12 @@ class LowBitAllGather:
             for name, buffer in shards.storage.buffers.items():
                 if name in weight.buffers:
                     weight.buffers[name].copy_(buffer)
-            shards.rows.store(shards.sent, outputs, weight.buffers)
-            scales, backend = shards.whole_scales(outputs), backend_for(weight.device)
-            for launch in prepare_expansion(weight.matrices, scales, backend):
+            shards.store_codes(outputs, weight.buffers)
+            for launch in prepare_expansion(weight.matrices, shards.whole_scales(outputs)):
                 launch()
             rebuild_derived([weight])
         if self.verify != "off" and self._verified != shards.casts:
-            with announcing([shards.comm]):
+            with announcing([self.comm]):
                 self._compare(weight)
             self._verified = shards.casts  # after an error the next gather is compared as well
 
@@ -294,7 +299,7 @@ class LowBitAllGather:
         shards, others = self.shards, self.cast_group[1:]
         whole, label = shards.storage, "together" if others else None
         held = QuantizedStorage(
-            whole.shape, shards.dtype, whole.recipe, weight.buffers | self.state, whole.tp_shard
+            whole.shape, whole.dtype, whole.recipe, weight.buffers | self.state, whole.tp_shard
         )
         weights = [HeldWeight(self.name, held, shards.owners, label)]
         for other in others:
@@ -306,7 +311,7 @@ class LowBitAllGather:
             return plain_master(own, held.device) if own.numel() else None
 
         tp_comms = [] if whole.tp_shard is None else [whole.tp_shard.require_comm()]
-        verification = Verification(self.verify, {shards.comm: weights}, tp_comms, master)
+        verification = Verification(self.verify, {self.comm: weights}, tp_comms, master)
         verification.check(shards.casts)
 
     @torch.no_grad()

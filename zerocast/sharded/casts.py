@@ -130,14 +130,12 @@ def _run_casts(cast_groups: Sequence[CastGroup], number: int = 0) -> None:
             storage.name_weight(name)
         if len({*names}) < len(names):  # parts of a model that were converted one by one
             names = [f"{name} ({i})" for i, name in enumerate(names)]
-        extents = [gather.shards.rows.extent(gather.shards.comm.rank) for gather in gathers]
         plan = CastPlan(
             list(map(QuantizedTensor, storages)),
             masters,
-            [extent.start if extent else None for extent in extents],
-            [gather.shards.comm for gather in gathers],
+            [each.extent.start if each.extent else None for each in storages],
+            [gather.comm for gather in gathers],
             names=names,
-            fsdp_shard_model_weights=[gather.shards.own for gather in gathers],
             exchange="boundary",
         )
         keep_plan(storages, _KEY, plan)
@@ -176,15 +174,14 @@ def codes_to_send(
         new = [member.prepare(comm, dtype, device, is_due=is_due) for member in cast_group]
         if is_due or any(new):
             _run_casts([cast_group])
-    shards = gather.shards
     if gather.codes is CodesState.CAST:
         gather.codes = CodesState.GATHERED
-    return tuple(map(shards.rows.to_send, shards.all_gather_inputs)), shards
+    return gather.shards.padded, gather.shards
 
 
 def _is_cast_for_another(gather: LowBitAllGather, dtype: torch.dtype) -> bool:
     """Whether others of its group had this weight cast for a gather in another dtype."""
-    return gather.codes is CodesState.CAST and gather.shards.dtype != dtype
+    return gather.codes is CodesState.CAST and gather.shards.storage.dtype != dtype
 
 
 def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:
@@ -192,9 +189,10 @@ def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dt
     if len(cast_group) == 1 or not _is_cast_for_another(gather, dtype):
         return
     others = ", ".join(member.name for member in cast_group if member is not gather)
+    given = gather.shards.storage.dtype
     raise InputError(
         f"weights of one amax group are cast together, so they must be gathered in one dtype, got "
-        f"{gather.shards.dtype} for {others} and {dtype} for {gather.name}; give their modules one "
+        f"{given} for {others} and {dtype} for {gather.name}; give their modules one "
         f"MixedPrecisionPolicy, or leave one out of amax_groups."
     )
 
@@ -235,7 +233,7 @@ def precompute_scales_for_fsdp(
     for gather in itertools.chain(*found) if not only_written else ():
         gather.cast_values.are_loaded = False
     if only_written and cast_groups:
-        comms = [cast_group[0].shards.comm for cast_group in cast_groups]
+        comms = [cast_group[0].comm for cast_group in cast_groups]
         device = cast_groups[0][0].shards.storage.device
         due = list(itertools.compress(cast_groups, _written_groups(cast_groups, comms, device)))
     if due:

@@ -14,6 +14,7 @@ from zerocast.arguments import check_module
 from zerocast.layout import chunk
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather, gather_of
+from zerocast.sharded.all_gather_input import AllGatherInput
 from zerocast.sharded.placement import (
     gather_dtypes,
     gather_size,
@@ -23,8 +24,6 @@ from zerocast.sharded.placement import (
     to_local,
     tp_shard_of,
 )
-from zerocast.sharded.row_shards import RowShards
-from zerocast.sharded.scale_shards import ScaleShards
 from zerocast.tensors import TensorParallelShard
 from zerocast.tensors.wrapped_names import named_modules
 
@@ -140,17 +139,19 @@ def _low_bit(
     others: list[str],
 ) -> ParameterGather:
     """Describe the gather of a master; ``others`` share the amax of its tensor."""
-    recipe, columnwise = gather.recipe, gather.for_linear
-    planes, matrices = recipe.planes(shape, columnwise=columnwise), recipe.stack_of(shape)
-    grids = [plane.grid for plane in planes if plane.is_gathered]
-    rows = RowShards(shape, world_size, recipe.numerics.fmt)
-    own = ScaleShards(rows, recipe, columnwise=columnwise, tp_shard=tp_shard)
-    sent = (rows.sent_bytes * len(grids) + own.sent_bytes) * world_size
+    recipe = gather.recipe
+    shards = AllGatherInput(
+        shape, torch.float32, recipe, {}, world_size, 0, torch.device("meta"),
+        columnwise=gather.for_linear, tp_shard=tp_shard,
+    )  # fmt: skip
+    sent = sum(each.numel() for each in shards.flat) * world_size
+    form, own = shards.storage.form, shards.storage
+    grids = [plane.grid for plane in form.planes if plane.is_gathered]
     blocks = sum(grid.num_blocks for grid in grids)
-    scales = "of the tensor" if recipe.has_one_block else f"of {blocks} blocks"
-    if matrices:
-        scales += f" for each of {matrices.numel()} matrices"
-    are_sent, are_made = len(own.by_owner) > 0, len(own.by_owner) < max(len(own.planes), 1)
+    scales = "of the tensor" if form.has_one_block else f"of {blocks} blocks"
+    if form.stack:
+        scales += f" for each of {form.num_matrices} matrices"
+    are_sent, are_made = len(own.by_owner) > 0, len(own.by_owner) < max(len(own.own_scales), 1)
     ways = [" travel with them"] * are_sent + [" follow from all-reduced amaxes"] * are_made
     scales += " or".join(ways)
     why = (
@@ -161,7 +162,7 @@ def _low_bit(
         why += "; the module works with their value"
     if others:
         why += f", the tensor's shared with {', '.join(others)}"
-    amaxes = 4 * (matrices.numel() + own.reduced_amaxes)
+    amaxes = 4 * (form.num_matrices + shards.reduced_amaxes)
     return ParameterGather(name, shape, recipe, sent / shape.numel(), amaxes / shape.numel(), why)
 
 

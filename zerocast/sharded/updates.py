@@ -56,7 +56,7 @@ def _are_all(
         master, update, shards = gather.master, updates.get(gather), gather.shards
         if master.device != shards.storage.device or master.is_inference():
             return False
-        if master.numel() != shards.rows.extent(shards.comm.rank).size:  # sharded anew since
+        if master.numel() != shards.storage.extent.size:  # sharded anew since
             return False
         if update is None and gather.parameter.requires_grad:
             return False

@@ -27,10 +27,11 @@ from zerocast.numerics import (
     TensorOperand,
 )
 from zerocast.recipes import Recipe
+from zerocast.tensors.owned_shard import OwnScales
 from zerocast.tensors.pipeline import ORDER, CastPipeline
 from zerocast.tensors.post_gather import prepare_expansion, prepare_rebuild
 from zerocast.tensors.storage import QuantizedStorage
-from zerocast.tensors.weight_operands import OwnScales, scale_operand
+from zerocast.tensors.weight_operands import scale_operand
 
 
 class CastSteps:

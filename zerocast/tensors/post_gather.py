@@ -63,7 +63,7 @@ def prepare_rebuild(
 def prepare_expansion(
     storages: Sequence[QuantizedStorage],
     compact: Mapping[int, Mapping[str, torch.Tensor]],
-    backend: Backend,
+    backend: Backend | None = None,
 ) -> list[Launch]:
     """Return the launches that make stored scales from gathered ones, one a block: one for each
     recipe.
@@ -71,7 +71,7 @@ def prepare_expansion(
     Args:
         storages: the weights, on one device.
         compact: the scales of planes, by place and name, for the weights that gather some.
-        backend: the backend of the device.
+        backend: the backend; None for the device's own.
     """
     by_recipe: dict[Recipe, list[TensorOperand]] = {}
     for i, scales in compact.items():
@@ -79,5 +79,6 @@ def prepare_expansion(
         if operand is not None:
             by_recipe.setdefault(storages[i].recipe, []).append(operand)
     return [
-        backend.expand_scales(recipe.numerics, operands) for recipe, operands in by_recipe.items()
+        (backend or backend_for(storages[0].device)).expand_scales(recipe.numerics, operands)
+        for recipe, operands in by_recipe.items()
     ]

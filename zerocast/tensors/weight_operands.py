@@ -11,6 +11,7 @@ import torch
 
 from zerocast.layout import NOTHING, BlockGrid, Extent, Plane, ScaleLayout, Source, round_up
 from zerocast.numerics import FourOverSixErrors, PlaneBuffers, Rounding, TensorOperand
+from zerocast.tensors.owned_shard import OwnScales
 from zerocast.tensors.storage import QuantizedStorage
 from zerocast.tensors.tp_shard import COLUMNS
 
@@ -39,19 +40,6 @@ class Amaxes:
 
 NO_AMAXES = Amaxes(None, {}, {})
 """The amaxes of a weight that is not cast."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnScales:
-    """The scales of one plane that this rank makes for all ranks.
-
-    Attributes:
-        blocks: their numbers.
-        entries: the numerics' ``scale_dtype`` [len(blocks)].
-    """
-
-    blocks: range
-    entries: torch.Tensor
 
 
 def tensor_operand(
