@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zerocast
 from tests.support.ranks import on_ranks
-from tests.support.recipes import CAST_COLUMNWISE, NOT_SHARDABLE, RECIPES, VARIANTS
+from tests.support.recipes import CAST_COLUMNWISE, RECIPES, VARIANTS
 from tests.support.refusals import (
     BOTH,
     CAST_LATER,
@@ -219,9 +219,6 @@ RECIPE_ROWS = {
     **{f"columnwise copies of each other in {name}": differs(
         columnwise_copies_of_each_other(VARIANTS[name]), "columnwise copy=yes",
         "columnwise copy=none") for name in CAST_COLUMNWISE},
-    **{f"{name} casts the transposed tensor": wrong(
-        another_recipe(VARIANTS[name]), "make the weight with columnwise=False", on=((0, 1),))
-       for name in NOT_SHARDABLE},
     **{f"one shard buffer for two planes of {name}": wrong(
         together(another_recipe(VARIANTS[name]),
                  codes([torch.zeros(NUMEL, dtype=torch.uint8)], None)),

@@ -105,9 +105,14 @@ def test_gathers_of_its_maker_are_no_moves() -> None:
 
 
 @zerocast.use_backend("cpu")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("move", [moved, shared, lost_and_found])
-@pytest.mark.parametrize("what", ["masters", "rowwise_data", "rowwise_scale_inv", "another"])
+@pytest.mark.parametrize(
+    ("what", "move", "recipe"),
+    [
+        (what, move, RECIPES[(i + j) % 4])
+        for i, what in enumerate(("masters", "rowwise_data", "rowwise_scale_inv", "another"))
+        for j, move in enumerate((moved, shared, lost_and_found))
+    ],
+)
 def test_a_storage_that_moves_is_followed(
     recipe: str, move: Callable[[torch.Tensor], None], what: str
 ) -> None:

@@ -3,7 +3,6 @@ is in tests/edges.
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -20,16 +19,12 @@ from zerocast.comm import Communicator, SingleRank
 
 @on_ranks("in_process", 2)
 def test_copies_and_files_are_others(comm: Communicator) -> None:
-    """``deepcopy``, ``torch.save`` and ``load_state_dict(assign=True)`` of another model move no
-    weight; a saved weight takes no more bytes than its own.
-    """
+    """``deepcopy`` and ``load_state_dict(assign=True)`` of another model move no weight."""
     subject, untouched = Zero(comm), Zero(comm)
     for _ in range(2):
         subject.train()
         untouched.train()
-        other, file = copy.deepcopy(subject.model), io.BytesIO()
-        torch.save(subject.model[0].weight, file)
-        assert file.tell() < 4 * subject.model[0].weight.numel()
+        other = copy.deepcopy(subject.model)
         other.load_state_dict(subject.model.state_dict(), assign=True)
         for layer in other:
             value = torch.ones(layer.weight.shape)
