@@ -1,6 +1,6 @@
 """What an update of FusedAdamW leaves for the cast of the same masters: amaxes and codes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,27 +10,20 @@ import zerocast
 from tests.optim.training import Training, Whole, assert_same_lists, named, set_gradients
 from tests.support.compiled import ON_CPU
 from tests.support.recipes import RECIPES, VARIANTS, names
+from tests.support.settings import steps_of_casts
 from zerocast.backends.cpu import CpuBackend
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
 from zerocast.optim import FusedAdamW, ZeroOptimizer
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
-from zerocast.tensors.cast_steps import CastSteps
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def steps() -> Iterator[list[str]]:
     """The steps of casts that are run."""
-    ran: list[str] = []
-    run = CastSteps.run
-
-    def recorded(self: CastSteps, *names: str) -> None:
-        ran.extend(names)
-        run(self, *names)
-
-    monkeypatch.setattr(CastSteps, "run", recorded)
-    return ran
+    with steps_of_casts() as ran:
+        yield ran
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
