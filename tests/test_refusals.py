@@ -410,7 +410,62 @@ OPTIMIZERS = {
     "gradients in float64": options("got torch.float64", gradient_dtype=torch.float64),
     "gradients in text": options("got 'bfloat16'", gradient_dtype="bfloat16"),
 }  # fmt: skip
-ROWS = CASTS | NO_LIST | MASTERS | NOT_FINITE | DISAGREE | RECIPE_ROWS | SHARD_ROWS | OPTIMIZERS
+NAMES = ["a.wq", "a.wk"]
+PLAN_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no such exchange": (
+        {"exchange": "edges"}, "exchange must be 'full' or 'boundary', got 'edges'"),
+    "no such verify": ({"verify": "all"}, "verify must be 'off', 'hash' or 'full', got 'all'"),
+    "a pattern of no weight": (
+        {"names": NAMES, "amax_groups": [["*.wx"]]}, "got '*.wx', which matches none of a.wq"),
+    "a weight in two groups": (
+        {"names": NAMES, "amax_groups": [["*.wq", "*.wk"], ["*.wq"]]}, "got a.wq in two of them"),
+    "a group that is no list": (
+        {"names": NAMES, "amax_groups": ["*.wq"]}, "amax_groups[0] must be a list of patterns"),
+    "groups without names": ({"amax_groups": [["*.wq"]]}, "got no names"),
+    "a group of two recipes": (
+        {"names": NAMES, "amax_groups": [["*.wq", "*.wk"]]},
+        "must have one recipe and one dtype"),
+}  # fmt: skip
+PLANS = {
+    **{what: wrong(arguments(**given), words, calls=("plan",), on=((None, 2),))
+       for what, (given, words) in PLAN_OPTIONS.items()},
+    "another exchange": differs(
+        made(exchange=lambda comm: ("full", "boundary")[comm.rank]), "exchange=full",
+        "exchange=boundary", calls=("plan",)),
+    "another verify": differs(
+        made(verify=lambda comm: ("hash", "off")[comm.rank]), "verify=hash", "verify=off",
+        calls=("plan",)),
+    "a group on one rank": differs(
+        together(alike, arguments(names=NAMES),
+                 made(amax_groups=lambda comm: [["*.wq", "*.wk"]][: comm.rank])),
+        "none where rank 1 has amax group=a.wq", calls=("plan",)),
+}  # fmt: skip
+OPTIMIZERS |= {
+    "verify without codes": options(
+        "verify='hash' compares the codes", params=parameters(F32), verify="hash"),
+    "a weight in float64, by its name": options(
+        "weight must be a quantized weight, or plain bfloat16",
+        params=[("weight", *parameters(torch.float64))]),
+    **{f"an optimizer that is no class: {i}": wrong(
+        arguments(optimizer_class=given), "must be a class of torch optimizers",
+        calls=("ZeroOptimizer",), on=((1, 2),))
+       for i, given in enumerate(
+           ("AdamW", torch.nn.Linear, torch.optim.AdamW([torch.ones(1)])))},
+    "a rate that the class refuses": options(
+        "AdamW refused its options: Invalid learning rate: -3", lr=-3),
+    "an option that the class has not": options("'momentum'", momentum=0.9),
+}  # fmt: skip
+ROWS = (
+    CASTS
+    | PLANS
+    | NO_LIST
+    | MASTERS
+    | NOT_FINITE
+    | DISAGREE
+    | RECIPE_ROWS
+    | SHARD_ROWS
+    | OPTIMIZERS
+)
 """What is refused, by what is wrong."""
 
 

@@ -23,7 +23,7 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.cast.sharded_cast import ShardedCast
-from zerocast.cast.verified import _MOST, _message, _vote, check_mode
+from zerocast.cast.verified import _MOST, _message, _vote
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
@@ -429,16 +429,6 @@ def test_what_keeps_a_rank_from_comparing_is_told(comm: Communicator) -> None:
     if comm.rank == 1:
         each.plan._verification._digests.clear()
     assert "KeyError" in message_of(InputError, each.plan.verify)
-
-
-@on_ranks("in_process", 2)
-def test_what_is_refused(comm: Communicator) -> None:
-    """Another mode; ranks with different ones."""
-    assert check_mode("hash") == "hash"
-    with pytest.raises(InputError, match="verify must be 'off', 'hash' or 'full', got 'all'"):
-        Weights(comm, verify="all")
-    with pytest.raises(InputError, match="verify=hash.*verify=off"):
-        Weights(comm, verify=("hash", "off")[comm.rank])
 
 
 def test_a_comparison_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

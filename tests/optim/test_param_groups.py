@@ -148,13 +148,6 @@ def test_verify_compares_frozen_parameters(comm: Communicator, mode: Any) -> Non
         optimizer.step()
 
 
-def test_named_parameters_name_the_weights() -> None:
-    """(name, parameter) pairs serve as parameters, and messages use the names."""
-    model = torch.nn.Linear(4, 3).double()
-    with pytest.raises(InputError, match=r"^weight must be a quantized weight, or plain bfloat16"):
-        ZeroOptimizer(model.named_parameters())
-
-
 def test_weights_are_views_of_the_buffers_that_are_gathered() -> None:
     """Codes and plain weights lie end to end in one buffer a storage kind, and stay there."""
     params = make_params(NVFP4)

@@ -375,9 +375,3 @@ def test_a_stale_scale_of_large_codes_is_found(recipe, overlap, tmp_path, monkey
             step()
 
     run_in_process(2, on_rank)
-
-
-def test_verify_needs_codes():
-    """It is refused where no weight is quantized."""
-    with pytest.raises(zerocast.InputError, match="verify='hash' compares the codes"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], verify="hash")
