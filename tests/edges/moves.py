@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 import zerocast
-from tests.edges.subjects import Subject
 from tests.edges.ways import with_plain_weights
+from tests.support.subjects import Subject
 from zerocast.layout import Source
 
 Move = Callable[[torch.Tensor], object]

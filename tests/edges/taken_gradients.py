@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerocast
-from tests.edges.subjects import Subject, batch, plain_model
 from tests.support.claims import message_of
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.subjects import Subject, batch, plain_model
 from zerocast import ZerocastError
 from zerocast.optim import ZeroOptimizer
 

@@ -15,10 +15,10 @@ import torch
 import zerocast
 from tests.edges import taken_gradients, ways
 from tests.edges.moves import MOVES, Move
-from tests.edges.subjects import Fsdp2, OverlappingZero, Plan, Subject, Tensor, Zero
 from tests.support.claims import assert_same_tensors, message_of, stored, told_all
 from tests.support.ranks import on_gloo
 from tests.support.recipes import RECIPES
+from tests.support.subjects import Fsdp2, OverlappingZero, Plan, Subject, Tensor, Zero
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import Recipe
 

@@ -21,11 +21,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests.edges.subjects import Fsdp2, K, Plan, Subject, Tensor, Zero, batch, local, plain_model
 from tests.support.claims import assert_same_tensors
 from tests.support.models import InRegion
 from tests.support.ranks import shared_folder
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.subjects import Fsdp2, K, Plan, Subject, Tensor, Zero, batch, local, plain_model
 from tests.support.weights import through_a_file
 from zerocast.sharded.all_gather import gather_of
 

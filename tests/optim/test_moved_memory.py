@@ -9,10 +9,10 @@ import torch
 
 import zerocast
 from tests.cast.test_flat_plan import instructions
-from tests.edges.subjects import Zero, batch
 from tests.kernels.test_graphs_and_threads import Idle
 from tests.support.ranks import on_ranks
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.subjects import Zero, batch
 from zerocast.backends.cuda import CudaBackend
 from zerocast.comm import Communicator, SingleRank
 
