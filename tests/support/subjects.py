@@ -1,5 +1,5 @@
-"""The four ways to train with zerocast, in one shape: small, on any number of ranks, of gloo or (but
-for masters that torch distributes) of threads.
+"""The four ways to train with zerocast, in one shape: small, on any number of ranks. These are of
+gloo, or threads, but for masters that torch distributes.
 
 Each subject holds a model of two linear layers whose weights are the cast of FP32 masters, and
 knows what a user does after the masters were written, and what the weights must be then.
