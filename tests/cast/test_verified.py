@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import message_of, one_message
+from tests.support.claims import assert_same_tensors, message_of, one_message
 from tests.support.ranks import PROCESSES, on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
@@ -487,3 +487,19 @@ def test_a_master_that_has_lost_its_memory_is_refused(folder: Path) -> None:
         assert "must stay as it was cast" in message
         assert "memory was given back" in message
     assert not list(folder.iterdir())
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    """Every dtype; a scalar, a tensor of nothing and one that lies behind it."""
+    tensors = {
+        "master": torch.tensor([[1.5, -0.0], [torch.inf, torch.nan]]),
+        "amaxes": torch.arange(3, dtype=torch.int32),
+        "before/draws": torch.tensor(2**62 + 1),
+        "held/nothing": torch.empty(0, 4, dtype=torch.uint8),
+        "held/rowwise_data": torch.arange(256, dtype=torch.uint8).view(4, 64).t(),
+    }
+    fault = {"name": "layer.0", "step": 3, "ranks": [0, 1]}
+    write_fault(tmp_path / "fault", fault, tensors)
+    read, found = read_fault(tmp_path / "fault")
+    assert read == fault
+    assert_same_tensors(found, tensors, "read")
