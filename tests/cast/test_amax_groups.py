@@ -15,7 +15,7 @@ from tests.support.recipes import RECIPES, each
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
-from zerocast.errors import InputError, NonFiniteError, RankMismatchError
+from zerocast.errors import InputError, NonFiniteError
 
 ROWS, COLS = (32, 16, 48), 64
 NAMES = ["layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight"]
@@ -145,42 +145,6 @@ def test_the_weight_that_is_not_finite_is_named() -> None:
     _, plan = planned(given, check_finite=True)
     with pytest.raises(NonFiniteError, match=r"but layers\.0\.wk\.weight holds a NaN\. Nothing"):
         plan.cast()
-
-
-@pytest.mark.parametrize(
-    ("groups", "text"),
-    [
-        ([["*.wx"]], r"got '\*\.wx', which matches none of layers\.0\.wq\.weight"),
-        ([["*.wq", "*.wk"], ["*.wq", "*.wv"]], r"got layers\.0\.wq\.weight in two of them"),
-        (["*.wq"], r"amax_groups\[0\] must be a list of patterns"),
-    ],
-)
-def test_wrong_patterns_are_refused(groups: Any, text: str) -> None:
-    """A pattern that matches nothing, a weight in two groups, and no list are refused."""
-    with pytest.raises(InputError, match=text):
-        planned(masters(), amax_groups=groups)
-
-
-def test_groups_need_names_and_one_recipe() -> None:
-    """Patterns need names, and members one recipe."""
-    given = masters()
-    recipes = (NVFP4, RECIPES["nvfp4-4over6"], RECIPES["current"])
-    weights = [zerocast.empty(m.shape, r) for m, r in zip(given, recipes, strict=True)]
-    with pytest.raises(InputError, match="got no names"):
-        planned(given, names=None)
-    with pytest.raises(InputError, match="must have one recipe and one dtype"):
-        zerocast.CastPlan(weights, given, [0] * 3, names=NAMES, amax_groups=GROUPS)
-
-
-@on_ranks("in_process", 2)
-def test_ranks_that_group_differently_are_told_apart(comm: Communicator) -> None:
-    """A group on one rank only is refused on both."""
-    given = masters()
-    weights = [zerocast.empty(master.shape, NVFP4) for master in given]
-    mine, starts = (given, [0] * 3) if comm.rank == 0 else ([None] * 3, [None] * 3)
-    groups = GROUPS[: comm.rank]
-    with pytest.raises(RankMismatchError, match=r"none where rank 1 has amax group=layers\.0\.wq"):
-        zerocast.CastPlan(weights, mine, starts, comm, names=NAMES, amax_groups=groups)
 
 
 def test_a_copied_weight_keeps_its_group() -> None:

@@ -11,7 +11,7 @@ from tests.support.planned import Planned
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES, each
 from zerocast.comm import Communicator, RecordingCommunicator
-from zerocast.errors import InputError, RankMismatchError, StaleCopyError
+from zerocast.errors import StaleCopyError
 from zerocast.layout import FlatLayout
 
 SHAPES = [(768, 256), (256, 256), (1024, 256), (256, 1056)] * 25
@@ -70,15 +70,6 @@ def test_a_weight_whose_scales_were_not_gathered_is_not_read(comm, recipe):
         planned.weight.dequantize()
     planned.weight.copy_(torch.ones(planned.weight.shape))
     assert planned.weight.dequantize().eq(1).all()
-
-
-@on_ranks("in_process", 2)
-def test_an_exchange_that_is_none_or_not_the_others(comm):
-    """Is refused on every rank."""
-    with pytest.raises(InputError, match=r"exchange must be 'full' or 'boundary', got 'edges'"):
-        Planned(comm, RECIPES["nvfp4"], exchange="edges")
-    with pytest.raises(RankMismatchError, match=r"exchange=full.* where .*exchange=boundary"):
-        Planned(comm, RECIPES["nvfp4"], exchange=("full", "boundary")[comm.rank])
 
 
 def test_amax_memory_follows_the_shard():

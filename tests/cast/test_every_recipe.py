@@ -20,7 +20,7 @@ from tests.support.recipes import (
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
 from tests.support.values import draw_values
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank
-from zerocast.errors import InputError, NonFiniteError, RankMismatchError
+from zerocast.errors import InputError, NonFiniteError
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
 
@@ -73,14 +73,6 @@ def test_a_second_buffer_for_one_plane_is_refused() -> None:
         zerocast.replace_raw_data(weight, *buffers)
 
 
-@two_planes
-def test_one_shard_buffer_for_two_planes_is_refused(recipe: Recipe) -> None:
-    """``fsdp_shard_model_weights`` has a buffer for each gathered plane."""
-    codes = torch.zeros(NUMEL, dtype=torch.uint8)
-    with pytest.raises(InputError, match=r"rowwise_data and columnwise_data, got 1"):
-        Planned(SingleRank(), recipe, fsdp_shard_model_weights=[codes])
-
-
 @each(*NOT_SHARDABLE)
 def test_a_cast_transpose_cannot_be_sharded(recipe: Recipe) -> None:
     """One-dimensional blocks with a columnwise copy are refused, and the remedy works."""
@@ -127,22 +119,6 @@ def test_a_delayed_amax_that_is_not_finite_shows_and_is_forgotten(
     assert_same_tensors({name: buffers[name] for name in before}, before, "after the NaN")
     planned.master[3] = master[planned.start + 3]
     assert planned.cast().dequantize().isfinite().all()
-
-
-@pytest.mark.parametrize(("recipe", "buffer"), [(DELAYED, "scale"), (DRAWN, "rounding_counter")])
-@on_ranks("in_process", 2)
-def test_ranks_that_remember_different_things_are_told_apart(
-    comm: Communicator, recipe: Recipe, buffer: str
-) -> None:
-    """A plan over weights whose recipes remember other casts on another rank is refused on both,
-    and names what differs, with both digests.
-    """
-    weight = zerocast.empty(SHAPE, recipe, name="w")
-    weight.quantized_storage.buffers[buffer] += comm.rank
-    start, half = comm.rank * NUMEL // 2, torch.zeros(NUMEL // 2)
-    both = rf"rank 0 has {buffer}=#\w+ where rank 1 has {buffer}=#"
-    with pytest.raises(RankMismatchError, match=both):
-        zerocast.CastPlan([weight], [half], [start], comm)
 
 
 def test_drawn_codes_depend_on_name_and_step_and_seed() -> None:

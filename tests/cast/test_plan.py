@@ -121,26 +121,6 @@ def test_shard_buffers_of_a_stack_receive_the_codes(
     assert_same_storage(weight, whole, "gathered")
 
 
-def test_a_plan_follows_moved_weights() -> None:
-    """replace_raw_data after planning: the next cast writes to where the codes are now, not to
-    where they were.
-    """
-    master = draw_values("normal", NUMEL, 1)
-    weight, other = zerocast.empty(SHAPE, NVFP4), zerocast.empty(SHAPE, FP8)
-    plan = zerocast.CastPlan([weight, other], [master, master], [0, 0])
-    old = weight.rowwise_data
-    flat = torch.zeros(2 * NUMEL, dtype=torch.uint8)
-    zerocast.replace_raw_data(weight, flat[64 : 64 + NUMEL // 2])
-    plan.cast()
-    plan.post_all_gather_processing()
-    assert_same_storage(weight, unsharded(master, NVFP4), "moved")
-    assert_same_storage(other, unsharded(master, FP8), "not moved")
-    assert_same_bytes(
-        flat[64 : 64 + NUMEL // 2], unsharded(master, NVFP4).rowwise_data.view(-1), "buffer"
-    )
-    assert not old.any()
-
-
 def test_copies_are_rebuilt_where_a_weight_lies_now() -> None:
     """Of a weight that moves between the cast and the copies, too."""
     master = draw_values("normal", NUMEL, 1)

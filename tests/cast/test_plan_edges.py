@@ -1,7 +1,6 @@
 """Plans where they are made and used in unusual places: other modes, backends, functions, names."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import message_of, one_message
+from tests.support.claims import message_of
 from tests.support.planned import NUMEL, SHAPE, Planned, unsharded
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
@@ -74,24 +73,6 @@ def test_a_functional_call_keeps_to_use_backend(monkeypatch: pytest.MonkeyPatch)
         with zerocast.use_backend(backend):
             zerocast.quantize_master_weights(*args)
     assert [each._prepared._backend.name for each in made] == ["cpu", "reference"]
-
-
-def broken(history: torch.Tensor) -> torch.Tensor:
-    """An exception."""
-    raise KeyError("amax")
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda history: float(history.max()), lambda history: history, broken, object],
-    ids=["no tensor", "the whole history", "an exception", "it takes none"],
-)
-def test_a_function_that_gives_no_amax_is_refused_when_planning(
-    function: Callable[[torch.Tensor], Any],
-) -> None:
-    """On every rank, though it is found by calling it on each."""
-    recipe = zerocast.DelayedScaling(amax_compute_algo=function)
-    one_message(run_in_process(2, lambda comm: message_of(InputError, Planned, comm, recipe)))
 
 
 def test_a_function_that_fails_later_on_one_rank_is_an_error_of_all() -> None:

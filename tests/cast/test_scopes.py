@@ -11,6 +11,15 @@ import pytest
 import torch
 
 import zerocast
+from tests.edges.moves import (
+    NAMES,
+    emptied,
+    lost_and_found,
+    moved,
+    set_to_zeros,
+    shared,
+    swapped,
+)
 from tests.kernels.test_graphs_and_threads import Idle
 from tests.support.claims import assert_unsharded_cast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
@@ -104,32 +113,15 @@ def test_gathers_of_its_maker_are_no_moves() -> None:
     assert of(gathers=True) == of(gathers=False)
 
 
-def moved(tensor: torch.Tensor) -> None:
-    """The storage grows, and has its old size again."""
-    storage = tensor.untyped_storage()
-    size = storage.nbytes()
-    storage.resize_(16 * size)
-    storage.resize_(size)
-
-
-def lost_and_found(tensor: torch.Tensor) -> None:
-    """The memory is given back, and there is some again, as FSDP does."""
-    storage = tensor.untyped_storage()
-    size, first = storage.nbytes(), torch.zeros(1 << 16)
-    storage.resize_(0)
-    del first
-    storage.resize_(size)
-
-
-def shared(tensor: torch.Tensor) -> None:
-    """To memory that child processes share."""
-    tensor.share_memory_()
-
-
 @zerocast.use_backend("cpu")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("move", [moved, shared, lost_and_found])
-@pytest.mark.parametrize("what", ["masters", "rowwise_data", "rowwise_scale_inv", "another"])
+@pytest.mark.parametrize(
+    ("what", "move", "recipe"),
+    [
+        (what, move, RECIPES[(i + j) % 4])
+        for i, what in enumerate(("masters", "rowwise_data", "rowwise_scale_inv", "another"))
+        for j, move in enumerate((moved, shared, lost_and_found))
+    ],
+)
 def test_a_storage_that_moves_is_followed(
     recipe: str, move: Callable[[torch.Tensor], None], what: str
 ) -> None:
@@ -152,29 +144,8 @@ def test_a_storage_that_moves_is_followed(
         assert_same_storage(weight, made, f"weight {i}")
 
 
-def given(tensor: torch.Tensor) -> None:
-    """``tensor.data = other``."""
-    tensor.data = torch.zeros_like(tensor)
-
-
-def set_to(tensor: torch.Tensor) -> None:
-    """``tensor.set_(other)``."""
-    tensor.set_(torch.zeros_like(tensor))
-
-
-def swapped(tensor: torch.Tensor) -> None:
-    """``torch.utils.swap_tensors``."""
-    torch.utils.swap_tensors(tensor, torch.zeros_like(tensor))
-
-
-NAMES = (
-    "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "scale",
-    "cast_scale", "amax_history", "rounding_counter",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("move", [given, set_to, swapped])
+@pytest.mark.parametrize("move", [emptied, set_to_zeros, swapped])
 @zerocast.use_backend("cpu")
 def test_what_a_weight_hands_out_moves_nothing(
     recipe: str, move: Callable[[torch.Tensor], None]

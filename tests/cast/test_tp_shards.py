@@ -20,6 +20,7 @@ from tests.support.values import draw_values
 from zerocast import TensorParallelShard
 from zerocast.cast.amax_buffers import STEP_WORDS, ExchangeKind
 from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.errors import InputError
 from zerocast.layout import Extent
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
@@ -274,3 +275,22 @@ def test_a_capture_asks_both_kinds_of_groups(monkeypatch: pytest.MonkeyPatch) ->
     plan.cast()
     plan.all_gather()
     assert asked == [[SingleRank(), parts_of], [SingleRank()]]
+
+
+@on_ranks("in_process", 4)
+def test_an_amax_group_over_two_tensor_parallel_groups(comm: Any) -> None:
+    """Its members could not have one amax on all ranks."""
+    tp_shards = [TensorParallelShard.chunk((32, 32), 0, group) for group in two_groups(comm, 2)]
+    weights = [
+        zerocast.empty((16, 32), zerocast.NVFP4BlockScaling(), tp_shard=tp_shard)
+        for tp_shard in tp_shards
+    ]
+    with pytest.raises(
+        InputError,
+        match=r"weights of one amax group must be sharded over one tensor-parallel group, or not "
+        r"at all, got l\.wq \(InProcessCommunicator\(rank=., size=2\)\) and l\.wk \(",
+    ):
+        zerocast.CastPlan(
+            weights, [torch.randn(16, 32)] * 2, [0, 0], SingleRank(), names=["l.wq", "l.wk"],
+            amax_groups=[["*.wq", "*.wk"]],
+        )  # fmt: skip

@@ -3,6 +3,7 @@ and the file that is left repeats the cast.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.support.claims import message_of
+from tests.support.claims import assert_same_tensors, message_of, one_message
 from tests.support.ranks import PROCESSES, on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.values import draw_values
@@ -22,7 +23,7 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.cast.sharded_cast import ShardedCast
-from zerocast.cast.verified import _MOST, _message, _vote, check_mode
+from zerocast.cast.verified import _MOST, _message, _vote
 from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
@@ -44,6 +45,22 @@ def test_large_weights_are_gathered_one_by_one(
         return len(each.plan._cast.gathers)
 
     assert run_ranks("in_process", 3, on_rank) == [gathers] * 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files of faults are left."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fault_of(call: Callable[[], object]) -> str:
+    """What the VerificationError says that the call raises; nothing where it raises none."""
+    try:
+        call()
+    except VerificationError as error:
+        return str(error)
+    return ""
 
 
 STACK = {"a.weight": (3, 32, 64), "b.weight": (3, 32, 64)}
@@ -83,13 +100,10 @@ def test_a_group_is_cast_under_the_amax_of_any_member(comm: Communicator, recipe
 
 
 @pytest.mark.parametrize(("dim", "at"), [(0, 3), (1, 0)])
-def test_tensor_parallel_shards(
-    dim: int, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_parallel_shards(dim: int, at: int, folder: Path) -> None:
     """They pass; a fault of one shard is told to the ranks of the others, in whatever step, and is
     repeated; ranks whose shards are at other steps are told so.
     """
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> str:
         tp, dp = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
@@ -115,7 +129,7 @@ def test_tensor_parallel_shards(
 
     for _ in range(2):  # a file of another run or group keeps its bytes
         messages = run_ranks("in_process", 4, on_rank)
-    file, _ = tmp_path.iterdir()
+    file, _ = folder.iterdir()
     assert all("w (" in each and "rank 1 holds" in each for each in messages), messages
     assert read_fault(file)[0]["tensor parallel shard"][:2] == [[96, 32], dim]
     assert main(["reproduce", str(file)]) == 1
@@ -180,11 +194,10 @@ FAULTS: list[tuple[Callable[[Weights, Any], None], str, str, tuple[str, ...]]] =
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
 def test_planted_faults_are_named(
-    fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fault: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On every rank alike, with weight, element, ranks and values; and a file repeats the cast."""
     plant, exchange, mode, texts = fault
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> str:
         each = Weights(comm, exchange=exchange, verify=mode)
@@ -195,18 +208,15 @@ def test_planted_faults_are_named(
             each.plan.cast()
             each.gather()
             plant(each, before)
-            try:
-                each.plan.verify()
-            except VerificationError as error:
-                return str(error)
+            if message := fault_of(each.plan.verify):
+                return message
         return ""
 
-    messages = run_ranks("in_process", 3, on_rank)
-    assert len(set(messages)) == 1
+    message = one_message(run_ranks("in_process", 3, on_rank))
     for text in texts:
-        assert text in messages[0], messages[0]
-    file = next(tmp_path.iterdir())
-    assert str(file) in messages[0]
+        assert text in message, message
+    file = next(folder.iterdir())
+    assert str(file) in message
     assert main(["reproduce", str(file)]) == 1
     told = capsys.readouterr().out
     assert "held: " in told
@@ -215,14 +225,13 @@ def test_planted_faults_are_named(
 
 @pytest.mark.parametrize(("count", "more"), [(6, ""), (7, " and 1 more")])
 def test_five_more_weights_are_named(
-    count: int, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, more: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the first, where ranks differ in many; and why no file is left."""
 
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zerocast.cast.verified.write_fault", full)
     each = Weights(
         zerocast.comm.SingleRank(), shapes={f"w{i}": (16, 32) for i in range(count)}, verify="hash"
@@ -241,12 +250,10 @@ def test_five_more_weights_are_named(
 def test_a_file_knows_what_the_cast_knew(
     recipe: str,
     groups: list[list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What the recipe remembered before it, and whether the amax is that of a group."""
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> None:
         each = Weights(comm, recipe, verify="hash", amax_groups=groups)
@@ -259,7 +266,7 @@ def test_a_file_knows_what_the_cast_knew(
             each.plan.verify()
 
     run_ranks("in_process", 2, on_rank)
-    (file,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
     fault, tensors = read_fault(file)
     assert fault["grouped"] is bool(groups)
     assert ("before/amax_history" in tensors) is (recipe == "delayed")
@@ -289,24 +296,20 @@ class Astray(RecordingCommunicator):
 
 
 @pytest.mark.parametrize("mode", ["hash", "full"])
-def test_whoever_gathers_other_masters_judges_nobody(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_gathers_other_masters_judges_nobody(mode: str, folder: Path) -> None:
     """What carries codes wrongly carries the masters so by which they would be judged. All ranks
     say this, and blame no owner, and leave no file.
     """
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> str:
         recording = Astray(comm)
         each = Weights(recording, verify=mode)
         return message_of(VerificationError, each.step)
 
-    messages = run_ranks("in_process", 3, on_rank)
-    assert len(set(messages)) == 1
-    assert "rank 1 gathered other bytes of it than its owners sent" in messages[0]
-    assert "holds" not in messages[0]
-    assert not list(tmp_path.iterdir())
+    message = one_message(run_ranks("in_process", 3, on_rank))
+    assert "rank 1 gathered other bytes of it than its owners sent" in message
+    assert "holds" not in message
+    assert not list(folder.iterdir())
 
 
 def test_the_likely_cause_of_a_difference() -> None:
@@ -332,32 +335,22 @@ def test_the_likely_cause_of_a_difference() -> None:
 
 
 @pytest.mark.parametrize("exchange", ["full", "boundary"])
-def test_another_recipe(exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_recipe(exchange: str, folder: Path) -> None:
     """A hash finds it where every rank makes every scale. Where only a rank's own travel, all ranks
     hold them alike, and only a whole cast finds it.
     """
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator, mode: str) -> str:
-        if comm.rank == 1:
-            with zerocast.use_backend(OtherScales()):
-                each = Weights(comm, exchange=exchange, verify=mode)
-        else:
+        with zerocast.use_backend(OtherScales()) if comm.rank == 1 else nullcontext():
             each = Weights(comm, exchange=exchange, verify=mode)
-        try:
-            for _ in range(3):
-                each.step()
-        except VerificationError as error:
-            return str(error)
-        return ""
+        return fault_of(lambda: [each.step() for _ in range(3)])
 
     hashed, full = (
-        run_ranks("in_process", 3, lambda comm, mode=mode: on_rank(comm, mode))
+        one_message(run_ranks("in_process", 3, lambda comm, mode=mode: on_rank(comm, mode)))
         for mode in ("hash", "full")
     )
-    assert len({*hashed}) == len({*full}) == 1
-    assert bool(hashed[0]) == (exchange == "full")
-    for found in filter(None, (hashed[0], full[0])):
+    assert bool(hashed) == (exchange == "full")
+    for found in filter(None, (hashed, full)):
         assert "of rowwise_data, of the shard of rank 1" in found
         assert "under another recipe" in found
 
@@ -366,11 +359,8 @@ ON_PROCESSES = [pytest.param(kind, marks=pytest.mark.mpi) for kind in PROCESSES]
 
 
 @pytest.mark.parametrize("kind", ["in_process", *ON_PROCESSES])
-def test_a_missed_gather_and_another_step(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missed_gather_and_another_step(kind: str, folder: Path) -> None:
     """Codes that nobody gathered; a rank that counts another step, which is told first."""
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> list[str]:
         each, messages = Weights(comm, "block", verify="hash"), []
@@ -380,10 +370,7 @@ def test_a_missed_gather_and_another_step(
         each.plan.post_all_gather_processing()
         for turn in range(3):
             each.buffers()["rowwise_data"].view(-1)[0] ^= turn == 2 and comm.rank == 1
-            try:
-                each.plan.verify()
-            except VerificationError as error:
-                messages.append(str(error))
+            messages += filter(None, [fault_of(each.plan.verify)])
             each.gather()
             each.plan.step -= comm.rank == 2
         return messages
@@ -444,16 +431,6 @@ def test_what_keeps_a_rank_from_comparing_is_told(comm: Communicator) -> None:
     assert "KeyError" in message_of(InputError, each.plan.verify)
 
 
-@on_ranks("in_process", 2)
-def test_what_is_refused(comm: Communicator) -> None:
-    """Another mode; ranks with different ones."""
-    assert check_mode("hash") == "hash"
-    with pytest.raises(InputError, match="verify must be 'off', 'hash' or 'full', got 'all'"):
-        Weights(comm, verify="all")
-    with pytest.raises(InputError, match="verify=hash.*verify=off"):
-        Weights(comm, verify=("hash", "off")[comm.rank])
-
-
 def test_a_comparison_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs the host."""
     each = Weights(zerocast.comm.SingleRank(), verify="hash")
@@ -463,11 +440,8 @@ def test_a_comparison_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         each.plan.verify()
 
 
-def test_a_damaged_file_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cut off, of another format, of another version, of no cast."""
-    monkeypatch.chdir(tmp_path)
     each = Weights(zerocast.comm.SingleRank(), verify="full")
     each.train()
     each.plan.cast()
@@ -476,7 +450,7 @@ def test_a_damaged_file_is_refused(
         each.buffers(i)["rowwise_data"].view(-1)[0] ^= 1
     with pytest.raises(VerificationError, match="rank 0 holds"):
         each.plan.verify()
-    (file,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
     data = file.read_bytes()
     damaged = {
         b"": "is damaged or something else",
@@ -494,16 +468,13 @@ def test_a_damaged_file_is_refused(
         file.write_bytes(content)
         assert main(["reproduce", str(file)]) == 2
         assert text in capsys.readouterr().err
-    assert main(["reproduce", str(tmp_path / "none")]) == 2
+    assert main(["reproduce", str(folder / "none")]) == 2
 
 
-def test_a_master_that_has_lost_its_memory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_master_that_has_lost_its_memory_is_refused(folder: Path) -> None:
     """Between the cast and the comparison, which reads it: on every rank, by the weight's name, and
     nothing is said to be wrong.
     """
-    monkeypatch.chdir(tmp_path)
 
     def on_rank(comm: Communicator) -> str:
         each = Weights(comm, verify="full")
@@ -515,4 +486,20 @@ def test_a_master_that_has_lost_its_memory_is_refused(
     for message in run_in_process(2, on_rank):
         assert "must stay as it was cast" in message
         assert "memory was given back" in message
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    """Every dtype; a scalar, a tensor of nothing and one that lies behind it."""
+    tensors = {
+        "master": torch.tensor([[1.5, -0.0], [torch.inf, torch.nan]]),
+        "amaxes": torch.arange(3, dtype=torch.int32),
+        "before/draws": torch.tensor(2**62 + 1),
+        "held/nothing": torch.empty(0, 4, dtype=torch.uint8),
+        "held/rowwise_data": torch.arange(256, dtype=torch.uint8).view(4, 64).t(),
+    }
+    fault = {"name": "layer.0", "step": 3, "ranks": [0, 1]}
+    write_fault(tmp_path / "fault", fault, tensors)
+    read, found = read_fault(tmp_path / "fault")
+    assert read == fault
+    assert_same_tensors(found, tensors, "read")

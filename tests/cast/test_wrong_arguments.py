@@ -11,8 +11,9 @@ import torch
 
 import zerocast
 from tests.support.claims import one_message
-from tests.support.planned import NUMEL, SHAPE, unsharded
+from tests.support.planned import unsharded
 from tests.support.ranks import on_ranks
+from tests.support.refusals import NUMEL, SHAPE, of_weights
 from tests.support.same_bytes import assert_same_storage
 from zerocast.comm import Communicator
 from zerocast.errors import InputError, ZerocastError
@@ -61,14 +62,7 @@ PLAN_ARGUMENTS = (*ARGUMENTS, "names", "amax_groups")
 
 def right(comm: Communicator) -> dict[str, Any]:
     """A right call, of two weights, cut over the ranks."""
-    cuts = [NUMEL * r // comm.size // 2 * 2 for r in range(comm.size + 1)]
-    start, end = cuts[comm.rank], cuts[comm.rank + 1]
-    return {
-        "model_weights": [zerocast.empty(SHAPE, recipe) for recipe in RECIPES],
-        "master_weights": [torch.ones(end - start), torch.ones(end - start)],
-        "start_offsets": [start, start],
-        "group": comm,
-    }
+    return of_weights(comm, *RECIPES)
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

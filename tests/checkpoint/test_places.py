@@ -82,6 +82,11 @@ class Beside:
         assert not self._thread.is_alive()
         return self.error
 
+    def is_given_up(self) -> bool:
+        """Whether it has ended, because another job saves into the same place."""
+        error = self.end()
+        return isinstance(error, ZerocastError) and "another job saves into" in str(error)
+
 
 # --- whose it is ---
 
@@ -192,9 +197,7 @@ def test_of_two_first_saves_the_later_is_given_up(
     assert pause.reached.wait(60)
     save(tmp_path / place, stages["a"])
     pause.go.set()
-    error = late.end()
-    assert isinstance(error, ZerocastError)
-    assert "another job saves into" in str(error)
+    assert late.is_given_up()
     assert value_at(tmp_path / place, "a") == 1.0
     assert len(list(tmp_path.rglob("*"))) == (3 if place == "c" else 1)
 
@@ -251,9 +254,7 @@ def test_a_job_that_is_not_quite_dead_loses_nothing_silently(
     assert pause.reached.wait(60)
     save(tmp_path, new)
     pause.go.set()
-    error = late.end()
-    assert isinstance(error, ZerocastError)
-    assert "another job saves into" in str(error)
+    assert late.is_given_up()
     last = read_manifest(tmp_path).saved
     assert sorted(bytes_below(tmp_path)) == sorted(
         ["checkpoint.json", f"{read_manifest(tmp_path).run}-{last}-rank00000.safetensors"]
@@ -281,9 +282,7 @@ def test_a_manifest_that_came_meanwhile_stays(
     save(tmp_path / place, old)
     last = read_manifest(tmp_path / place).saved
     pause.go.set()
-    error = late.end()
-    assert isinstance(error, ZerocastError)
-    assert "another job saves into" in str(error)
+    assert late.is_given_up()
     assert read_manifest(tmp_path / place).saved == last
     assert value_at(tmp_path / place) == 1.0
 
@@ -325,9 +324,7 @@ def test_a_file_is_never_the_half_of_another_job(
     other = Beside("b", lambda: save(path, b))
     assert pauses["b"].reached.wait(60)
     pauses["a"].go.set()
-    error = first.end()  # b has taken its draft for that of a dead save
-    assert isinstance(error, ZerocastError)
-    assert "another job saves into" in str(error)
+    assert first.is_given_up()  # b has taken its draft for that of a dead save
     assert value_at(path) == 1.0
     pauses["b"].go.set()
     assert other.end() is None
@@ -401,23 +398,23 @@ def test_a_thread_writes_where_the_path_led_when_it_was_given(
 # --- what fails leaves nothing ---
 
 
-def failing(patch: pytest.MonkeyPatch, place: tuple[Any, str], threads: set[int]) -> None:
-    """Let a call fail in these threads, as on a disk that is full."""
-    function = getattr(*place)
+def failing_in(threads: set[int], function: Callable[..., Any], error: Exception) -> Any:
+    """The function, which fails in these threads."""
 
     def call(*args: Any, **options: Any) -> Any:
         if threading.get_ident() in threads:
-            raise OSError(28, "no space")
+            raise error
         return function(*args, **options)
 
-    patch.setattr(*place, call)
+    return call
 
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The threads for which the disk is full where a file ends."""
     threads = set[int]()
-    failing(monkeypatch, (DigestingWriter, "finish"), threads)
+    finish = failing_in(threads, DigestingWriter.finish, OSError(28, "no space"))
+    monkeypatch.setattr(DigestingWriter, "finish", finish)
     return threads
 
 
@@ -524,24 +521,13 @@ def test_a_rank_without_memory_raises_on_all_at_once(
 ) -> None:
     """Where a save copies shares or gathers tensors; training and saving go on."""
     threads = set[int]()
-    kept = getattr(*target)
+    monkeypatch.setattr(*target, failing_in(threads, getattr(*target), MemoryError("no memory")))
 
     def body(comm: Communicator) -> None:
         optimizer = job(1.0, comm)
         save(tmp_path / place, optimizer)
         asked = {"asynchronous": True} if place == "c" else {}
         comm.barrier()
-        if comm.rank == 0:
-
-            def call(*args: Any, **options: Any) -> Any:
-                if threading.get_ident() in threads:
-                    raise MemoryError("no memory")
-                return kept(*args, **options)
-
-            if place == "c":
-                monkeypatch.setattr(*target, call)
-            else:
-                monkeypatch.setattr(one_file, "torch", Torch(call))
         if comm.rank == 1:
             threads.add(threading.get_ident())
         comm.barrier()
@@ -556,16 +542,6 @@ def test_a_rank_without_memory_raises_on_all_at_once(
         assert load(tmp_path / place, optimizer).steps == 1
 
     run_in_process(3, body, timeout=60)
-
-
-class Torch:
-    """torch, with another ``empty``."""
-
-    def __init__(self, empty: Callable[..., Any]) -> None:
-        self.empty = empty
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 @pytest.mark.parametrize("keep", [lambda t: [t], lambda t: {"latest": t}])

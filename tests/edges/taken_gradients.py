@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zerocast
-from tests.edges.subjects import Subject, batch, plain_model
 from tests.support.claims import message_of
 from tests.support.same_bytes import assert_same_bytes
+from tests.support.subjects import Subject, batch, plain_model
 from zerocast import ZerocastError
 from zerocast.optim import ZeroOptimizer
 
@@ -123,23 +124,30 @@ def ddp(subject: Subject) -> None:
     _refused(subject, _nothing, around=DDP)
 
 
-@_way("DDP with `gradient_as_bucket_view=True`")
-def bucket_views(subject: Subject) -> None:
-    """Gradients lie in DDP's memory, where it takes their mean; over several passes, too."""
-    around = partial(DDP, gradient_as_bucket_view=True)
-    for passes in (1, 2):
-        same: dict[str, Any] = {"around": around, "passes": passes}
-        _assert_equal_masters(subject, same, same | {"overlap": False})
-
-
-def _not_synchronized(model: torch.nn.Module) -> Forward:
-    wrapped = DDP(model)
+def _not_synchronized(model: torch.nn.Module, but_for: int = 0, **options: Any) -> Forward:
+    """But for this pass, counted from 1."""
+    wrapped, passes = DDP(model, **options), 0
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        with wrapped.no_sync():
+        nonlocal passes
+        passes += 1
+        with nullcontext() if passes == but_for else wrapped.no_sync():
             return wrapped(x)
 
     return forward
+
+
+@_way("DDP with `gradient_as_bucket_view=True`")
+def bucket_views(subject: Subject) -> None:
+    """Gradients lie in DDP's memory, where it takes their mean; over several passes, too, of which
+    all are synchronized or the last.
+    """
+    arounds = [DDP, partial(_not_synchronized, but_for=2)]
+    for around, passes in ((arounds[0], 1), (arounds[0], 2), (arounds[1], 2)):
+        same: dict[str, Any] = {
+            "around": partial(around, gradient_as_bucket_view=True), "passes": passes,
+        }  # fmt: skip
+        _assert_equal_masters(subject, same, same | {"overlap": False})
 
 
 @_way("DDP inside `no_sync()`")

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zerocast
 from tests.edges import taken_gradients, ways
-from tests.edges.subjects import Fsdp2, Plan, Subject, Tensor, Zero
-from tests.support.claims import message_of
+from tests.edges.moves import MOVES, Move
+from tests.support.claims import assert_same_tensors, message_of, stored, told_all
 from tests.support.ranks import on_gloo
-from zerocast.comm import Communicator
+from tests.support.recipes import RECIPES
+from tests.support.subjects import Fsdp2, OverlappingZero, Plan, Subject, Tensor, Zero
+from zerocast.comm import Communicator, run_in_process
+from zerocast.recipes import Recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "EDGES.md"
 WAYS = ways.WAYS | taken_gradients.WAYS
@@ -48,7 +52,7 @@ def test_every_way_has_a_row() -> None:
     has nothing that it could be done to.
     """
     table = cells()
-    assert {row for row, _ in table} == set(WAYS)
+    assert {row for row, _ in table} == WAYS.keys() | MOVES.keys()
     for place, cell in table.items():
         assert re.match(r"(works|refused: .*`|-$)", cell), (place, cell)
 
@@ -62,7 +66,8 @@ def _marked(row: str, column: str) -> Any:
 
 @on_gloo(2)
 @pytest.mark.parametrize(
-    ("row", "column"), [_marked(*place) for place, cell in cells().items() if cell != "-"]
+    ("row", "column"),
+    [_marked(*place) for place, cell in cells().items() if cell != "-" and place[0] in WAYS],
 )
 def test_a_cell_is_true(comm: Communicator, row: str, column: str) -> None:
     """What the cell says happens on both ranks."""
@@ -74,3 +79,66 @@ def test_a_cell_is_true(comm: Communicator, row: str, column: str) -> None:
         message = message_of(zerocast.ZerocastError, WAYS[row], subject)
         assert all(remedy in message for remedy in re.findall(r"`(.*?)`", cell))
     subject.check()
+
+
+MOVED = [
+    pytest.param(row, column, move, id=f"{row}-{column}-{move.__name__}")
+    for (row, column), cell in cells().items()
+    if row in MOVES and cell != "-"
+    for move in MOVES[row].moves
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("nvfp4", "cpu"), ("mxfp8", "reference"), ("delayed", "cpu"), ("nvfp4-4over6", "reference")],
+)
+@pytest.mark.parametrize(("row", "column", "move"), MOVED)
+def test_a_cell_of_moved_memory_is_true(
+    row: str, column: str, move: Move, recipe: str, backend: str
+) -> None:
+    """Moved on one rank alone, and then on both: training goes on as that of a subject without the
+    move. A refusal is one message on both ranks, and the weights are what they were.
+    """
+    with zerocast.use_backend(backend):
+        run_in_process(2, lambda comm: _moved(comm, row, column, move, RECIPES[recipe]))
+
+
+def codes(subject: Subject) -> torch.Tensor:
+    """Of the first weight."""
+    return next(subject.model.parameters()).rowwise_data.clone()
+
+
+def _moved(comm: Communicator, row: str, column: str, move: Move, recipe: Recipe) -> None:
+    cell = cells()[row, column]
+    kind = COLUMNS[column]
+    if kind is Zero and recipe in (RECIPES["mxfp8"], RECIPES["nvfp4-4over6"]):
+        kind = OverlappingZero
+    subject, other = (kind(comm, recipe) for _ in range(2))
+    if cell.startswith("refused"):
+        found = MOVES[row].find(subject)
+        before, values = codes(subject), [m.detach().clone() for m in subject.masters()]
+        for tensor in found if comm.rank == 1 else ():
+            move(tensor)
+        message = told_all(comm, zerocast.InputError, subject.publish)
+        assert comm.rank == 1 or before.equal(codes(subject))
+        assert all(remedy in message for remedy in re.findall(r"`(.*?)`", cell))
+        if "no longer fits" in row:  # once the master is mended, the plan goes on
+            for master, value in zip(subject.masters(), values, strict=True):
+                master.data = value
+            for each in (subject, other):
+                each.publish()
+            assert_same_tensors(stored(subject.model), stored(other.model), "once mended")
+        return
+    for movers in ((0,), (0, 1)):
+        for each in (subject, other):
+            found = MOVES[row].find(each)
+            for tensor in found if each is subject and comm.rank in movers else ():
+                move(tensor)
+            each.publish()
+            each.train()
+            if isinstance(each, Zero):
+                each.optimizer.wait_for_all_gather()
+        assert_same_tensors(stored(subject.model), stored(other.model), f"moved by {movers}")
+        whole = [dict(enumerate(each.whole_masters())) for each in (subject, other)]
+        assert_same_tensors(*whole, f"masters, moved by {movers}")

@@ -13,7 +13,7 @@ from tests.support.compiled import EMULATED, ON_CPU
 from tests.support.recipes import RECIPES
 from tests.support.weights import through_a_file
 from zerocast.backends.reference import ReferenceBackend
-from zerocast.errors import InputError, UnsupportedError
+from zerocast.errors import UnsupportedError
 from zerocast.numerics import AdamWNumbers, AdamWUpdate, Backend
 from zerocast.optim import FusedAdamW
 
@@ -182,32 +182,6 @@ def test_parameters_of_any_strides() -> None:
     assert all(param._version > before for param, before in zip(params, versions, strict=True))
     copied = copy.deepcopy(optimizer).state_dict()["state"]
     assert torch.equal(copied[0]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
-
-
-@pytest.mark.parametrize(
-    ("error", "told", "options"),
-    [
-        (UnsupportedError, "capturable=True", {"capturable": True}),
-        (UnsupportedError, "foreach=True", {"foreach": True}),
-        (UnsupportedError, "fused=False", {"fused": False}),
-        (UnsupportedError, "differentiable=True", {"differentiable": True}),
-        (InputError, "'momentum'", {"momentum": 0.9}),
-        (InputError, "lr must be 0 or more, got -1", {"lr": -1}),
-        (InputError, "one element", {"lr": torch.ones(2)}),
-        (InputError, "betas must be two numbers", {"betas": (0.9, 1.0)}),
-        (InputError, "eps must be", {"eps": float("nan")}),
-    ],
-)
-def test_options_that_are_refused(
-    error: type[Exception], told: str, options: dict[str, Any]
-) -> None:
-    """By name, and a group's as well as the optimizer's."""
-    param = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(error, match=told):
-        FusedAdamW([param], **options)
-    if error is InputError and "momentum" not in options:
-        with pytest.raises(error, match=told):
-            FusedAdamW([{"params": [param], **options}])
 
 
 @pytest.mark.parametrize(

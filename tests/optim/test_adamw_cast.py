@@ -1,5 +1,8 @@
 """What an update of FusedAdamW leaves for the cast of the same masters: amaxes and codes."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,27 +10,20 @@ import zerocast
 from tests.optim.training import Training, Whole, assert_same_lists, named, set_gradients
 from tests.support.compiled import ON_CPU
 from tests.support.recipes import RECIPES, VARIANTS, names
+from tests.support.settings import steps_of_casts
 from zerocast.backends.cpu import CpuBackend
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError
 from zerocast.optim import FusedAdamW, ZeroOptimizer
 from zerocast.recipes import Recipe
 from zerocast.tensors import quantize_into
-from zerocast.tensors.cast_steps import CastSteps
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def steps() -> Iterator[list[str]]:
     """The steps of casts that are run."""
-    ran: list[str] = []
-    run = CastSteps.run
-
-    def recorded(self: CastSteps, *names: str) -> None:
-        ran.extend(names)
-        run(self, *names)
-
-    monkeypatch.setattr(CastSteps, "run", recorded)
-    return ran
+    with steps_of_casts() as ran:
+        yield ran
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -51,40 +47,82 @@ def test_bytes_of_the_one_pass(recipe: Recipe, steps: list[str]) -> None:
     assert "partial_amax" not in steps
 
 
-SHAPES = ((300, 1120), (130, 2080), (2, 40000), (700, 960))
-"""Several parts and turns of the pass; the third wider than a strip, the last in whole groups of
-registers.
-"""
+Change = Callable[[Communicator, int, list[torch.Tensor], ZeroOptimizer], None]
+"""What happens between the gradients of a step and the step."""
 
 
-@pytest.mark.parametrize("name", names(lambda recipe: not recipe.chooses_scales, RECIPES))
-def test_bytes_of_large_weights(name: str) -> None:
-    """Weights of many parts, on 3 ranks, cut inside of rows and blocks, on two threads: the
-    codes and scales of an update and a cast apart.
-    """
-    recipe = RECIPES[name]
+def assert_one_pass_is_two(
+    values: list[torch.Tensor],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    threads: int,
+    steps: int,
+    change: Change,
+    **options: Any,
+) -> None:
+    """On 3 ranks an update that measures gives the bytes of an update and a cast apart."""
 
     def work(comm: Communicator, in_one: bool) -> list[torch.Tensor]:
-        with zerocast.use_backend(CpuBackend(threads=2)):
-            g = torch.Generator().manual_seed(0)
-            params = [
-                torch.nn.Parameter(zerocast.quantize(torch.randn(s, generator=g), recipe))
-                for s in SHAPES
+        with zerocast.use_backend(CpuBackend(threads=threads)):
+            params: list[torch.Tensor] = [
+                torch.nn.Parameter(zerocast.quantize(x, recipe, dtype=dtype)) for x in values
             ]
-            optimizer = ZeroOptimizer(named(params), FusedAdamW, comm, lr=0.1)
+            optimizer = ZeroOptimizer(named(params), FusedAdamW, comm, **options)
             if not in_one:
                 optimizer.inner.plan = None
-            for step in range(2):
+            for step in range(steps):
                 g = torch.Generator().manual_seed(step)
-                gradients = [torch.randn(p.shape, generator=g) for p in params]
-                set_gradients(params, gradients)
-                if step:
-                    params[-1].grad = None
+                set_gradients(params, [torch.randn(p.shape, generator=g) for p in params])
+                change(comm, step, params, optimizer)
                 optimizer.step()
         return params
 
     apart, in_one = (run_in_process(3, lambda comm, i=i: work(comm, i)) for i in (False, True))
-    assert_same_lists(in_one[0], apart[0], name)
+    assert_same_lists(in_one[0], apart[0], "in one pass")
+
+
+def drawn(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    """Values of weights."""
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", names(lambda recipe: not recipe.chooses_scales, RECIPES))
+def test_bytes_of_large_weights(name: str) -> None:
+    """Weights of several parts and turns of the pass, cut inside of rows and blocks, on two
+    threads; the third wider than a strip, the last in whole groups of registers, and without a
+    gradient in the second step.
+    """
+
+    def change(comm: Communicator, step: int, params: list, optimizer: ZeroOptimizer) -> None:
+        if step:
+            params[-1].grad = None
+
+    values = drawn((300, 1120), (130, 2080), (2, 40000), (700, 960))
+    assert_one_pass_is_two(values, RECIPES[name], torch.float32, 2, 2, change, lr=0.1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bytes_of_ranks(threads: int) -> None:
+    """Weights in whole and in cut parts, of a few high rows, of rows that are wider than what
+    waits, and in groups of registers that no row is, where a weight is left out of a step, and the
+    largest element stays or changes on one rank.
+    """
+    values = drawn((700, 960), (48, 8192), (20, 70016), (100, 1120))
+    for each in values:
+        each[-1, -1] = 8
+
+    def change(comm: Communicator, step: int, params: list, optimizer: ZeroOptimizer) -> None:
+        for param in params:
+            param.grad[-1, -1] = 0
+        if step == 3:
+            params[0].grad = None
+        if step == 4 and comm.rank == 0:
+            with torch.no_grad():
+                optimizer.inner.param_groups[0]["params"][0].view(-1)[7] = 50
+
+    options = {"lr": 1e-3, "weight_decay": 0, "betas": (0, 0)}
+    assert_one_pass_is_two(values, RECIPES["nvfp4"], torch.bfloat16, threads, 6, change, **options)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8-2d", "block", "delayed"])
@@ -131,47 +169,6 @@ def test_masters_that_change_before_the_cast(name: str, change: str, steps: list
     factor = 8 if change == "bound" else 1
     quantize_into(oracle.quantized_storage, factor * master.detach().view(70, 96))
     assert_same_lists([weight], [oracle], change)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_bytes_of_ranks(threads: int) -> None:
-    """On 3 ranks weights in whole and in cut parts, of a few high rows, of rows that are wider than
-    what waits, and in groups of registers that no row is: the bytes of an update and a cast apart,
-    where a weight is left out of a step, and the largest element stays or changes on one rank.
-    """
-    shapes = ((700, 960), (48, 8192), (20, 70016), (100, 1120))
-
-    def work(comm: Communicator, in_one: bool) -> list[torch.Tensor]:
-        with zerocast.use_backend(CpuBackend(threads=threads)):
-            g = torch.Generator().manual_seed(0)
-            values = [torch.randn(s, generator=g) for s in shapes]
-            for each in values:
-                each[-1, -1] = 8
-            params = [
-                torch.nn.Parameter(zerocast.quantize(x, RECIPES["nvfp4"], dtype=torch.bfloat16))
-                for x in values
-            ]
-            optimizer = ZeroOptimizer(
-                named(params), FusedAdamW, comm, lr=1e-3, weight_decay=0, betas=(0, 0)
-            )
-            if not in_one:
-                optimizer.inner.plan = None
-            for step in range(6):
-                g = torch.Generator().manual_seed(step)
-                gradients = [torch.randn(p.shape, generator=g) for p in params]
-                for each in gradients:
-                    each[-1, -1] = 0
-                set_gradients(params, gradients)
-                if step == 3:
-                    params[0].grad = None
-                if step == 4 and comm.rank == 0:
-                    with torch.no_grad():
-                        optimizer.inner.param_groups[0]["params"][0].view(-1)[7] = 50
-                optimizer.step()
-        return params
-
-    apart, in_one = (run_in_process(3, lambda comm, i=i: work(comm, i)) for i in (False, True))
-    assert_same_lists(in_one[0], apart[0], "ranks")
 
 
 def test_a_group_and_a_cast_that_failed() -> None:

@@ -1,6 +1,7 @@
 """Averages of masters: in FP32, sharded, saved with the rest, cast into the weights on demand."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -109,14 +110,25 @@ def test_showing_averages_moves_nothing_that_recipes_remember(
     assert_same_lists(shown.train(3, alike=True), plain.train(3, alike=True), "a step later")
 
 
-def test_weights_that_are_written_while_averages_are_in_them_are_not_lost_silently() -> None:
-    """Leaving the context says that they are the masters' cast again."""
+@pytest.mark.parametrize(
+    "write",
+    [lambda params: params[0].detach().zero_(), lambda params: params[3].data.fill_(5)],
+    ids=["codes", "plain, uncounted"],
+)
+def test_weights_that_are_written_while_averages_are_in_them_are_not_lost_silently(
+    write: Callable[[list[torch.nn.Parameter]], object],
+) -> None:
+    """Leaving the context says that they are the masters' cast again; the averages stay."""
     t = training(recipe=FP8)
-    masters = t.masters()
-    shown = t.optimizer.ema(DECAY).in_weights()
+    average, params = t.optimizer.ema(DECAY), t.train(0)
+    masters, averages = t.masters(), [average.gather(p) for p in params]
+    shown = average.in_weights()
     with pytest.raises(InputError, match="weights were written while averages"), shown:
-        t.params[0].detach().copy_(torch.zeros(t.params[0].shape))
-    assert_cast_of(t.params, masters)
+        write(params)
+    assert_cast_of(params, masters)
+    with average.in_weights():
+        assert_cast_of(params, averages)
+    assert_same_lists(t.masters(), masters, "masters")
 
 
 @on_ranks("in_process", 3)

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD
 
 import zerocast
-from tests.conftest import Ranks, in_turn
+from tests.conftest import Ranks, in_turn, stamp
 from tests.optim.training import (
     Training,
     Whole,
@@ -40,7 +40,8 @@ REMEMBERING = names(lambda recipe: recipe.state, IDS)
 
 @pytest.mark.parametrize(
     ("recipe", "ranks"),
-    in_turn({name: (VARIANTS[name],) for name in IDS}),
+    in_turn({name: (VARIANTS[name],) for name in RECIPES})
+    + in_turn({n: (VARIANTS[n],) for n in IDS if n not in RECIPES}, [stamp("in_process", 3)]),
     indirect=["ranks"],
 )
 def test_sharded_training_gives_the_bytes_of_whole_weights(ranks: Ranks, recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
 """A step is whole, or it is known not to be; a refused optimizer has changed nothing."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from tests.optim.training import (
     Training,
     assert_same_lists,
     draw_gradients,
-    make_params,
     named,
 )
 from tests.support.ranks import on_ranks
@@ -291,10 +291,27 @@ def test_a_refused_optimizer_has_touched_no_weight(comm: Communicator, differ: s
     assert torch.equal(param.get_high_precision_init_val(), value)
 
 
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[ZeroOptimizer, Callable[[], None]], None]:
+    """Lets a fault come after each gather of an optimizer, until the end of the test."""
+
+    def after_gathers(optimizer: ZeroOptimizer, fault: Callable[[], None]) -> None:
+        gather = optimizer._publication._all_gather
+
+        def faulty() -> None:
+            gather()
+            optimizer._shards.wait()
+            fault()
+
+        monkeypatch.setattr(optimizer._publication, "_all_gather", faulty)
+
+    return after_gathers
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["hash", "full"])
 def test_a_fault_between_ranks_stops_training_and_loses_nothing(
-    mode, overlap, tmp_path, monkeypatch
+    mode, overlap, tmp_path, monkeypatch, plant
 ):
     """Right steps pass, and so do averages. A flipped code raises on every rank, in its step or
     before the next one changes anything; masters are saved, and the next step writes right weights.
@@ -302,39 +319,27 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
     monkeypatch.chdir(tmp_path)
 
     def on_rank(comm):
-        params = make_params(NVFP4)
-        names = [(f"w{i}", p) for i, p in enumerate(params)]
-        optimizer = ZeroOptimizer(names, group=comm, verify=mode, overlap_all_gather=overlap)
+        t = Training(comm, verify=mode, overlap_all_gather=overlap)
+        optimizer, faults = t.optimizer, comm.rank == 1
         average = optimizer.ema(0.5)
-
-        def step(number):
-            for param, gradient in zip(params, draw_gradients(params, number), strict=True):
-                param.grad = gradient.to(param.dtype)
-            optimizer.step()
-
-        for number in range(3):
-            step(number)
+        t.train(*range(3), alike=True)
         with average.in_weights():
             pass
-        gather = optimizer._publication._all_gather
-        if comm.rank == 1:
 
-            def faulty():
-                gather()
-                optimizer._shards.wait()
-                params[2].quantized_storage.buffers["rowwise_data"][0, 3] ^= 0x40
+        def flip():
+            t.params[2].quantized_storage.buffers["rowwise_data"][0, 3] ^= 0x40 * faults
 
-            optimizer._publication._all_gather = faulty
+        plant(optimizer, flip)
         if overlap:
-            step(3)
+            t.train(3, alike=True)
         with pytest.raises(zerocast.VerificationError, match="rank 1 holds") as caught:
-            step(4)
+            t.train(4, alike=True)
         with pytest.raises(zerocast.VerificationError, match="rank 1 holds"):
             optimizer.wait_for_all_gather()  # it has been told, and is no less true
-        optimizer._publication._all_gather = gather
+        faults = False
         optimizer.load_state_dict(optimizer.state_dict())
-        zerocast.verify(params, comm)
-        step(5)
+        zerocast.verify(t.params, comm)
+        t.train(5, alike=True)
         return str(caught.value)
 
     first, second = run_in_process(2, on_rank)
@@ -343,40 +348,30 @@ def test_a_fault_between_ranks_stops_training_and_loses_nothing(
 
 @pytest.mark.parametrize("recipe", [NVFP4, zerocast.MXFP8BlockScaling()])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_stale_scale_of_large_codes_is_found(recipe, overlap, tmp_path, monkeypatch):
+def test_a_stale_scale_of_large_codes_is_found(recipe, overlap, tmp_path, monkeypatch, plant):
     """Right weights pass, and one byte that differs on one rank is named."""
     monkeypatch.chdir(tmp_path)
 
     def on_rank(comm):
         model = torch.nn.Sequential(*(torch.nn.Linear(n, 512, bias=False) for n in (576, 512)))
         zerocast.nn.convert(model, recipe, weights="quantized")
-        params = list(model.parameters())
         optimizer = ZeroOptimizer(
             model.named_parameters(), group=comm, verify="hash", overlap_all_gather=overlap
         )
-        publication = optimizer._publication
-        gather = publication._all_gather
 
         def stale():
-            gather()
-            scales = params[1].quantized_storage.buffers["rowwise_scale_inv"]
+            scales = model[1].weight.quantized_storage.buffers["rowwise_scale_inv"]
             scales.view(torch.uint8).view(-1)[0] ^= comm.rank
 
         def step():
-            for param in params:
+            for param in model.parameters():
                 param.grad = torch.full_like(param, 0.1)
             optimizer.step()
             optimizer.wait_for_all_gather()
 
         step()
-        publication._all_gather = stale
+        plant(optimizer, stale)
         with pytest.raises(zerocast.VerificationError, match="rank 1 holds"):
             step()
 
     run_in_process(2, on_rank)
-
-
-def test_verify_needs_codes():
-    """It is refused where no weight is quantized."""
-    with pytest.raises(zerocast.InputError, match="verify='hash' compares the codes"):
-        ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], verify="hash")

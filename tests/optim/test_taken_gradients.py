@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import zerocast
 from tests.optim.overlapping import whole_gradients
-from tests.support.claims import assert_same_tensors, message_of, one_message
-from tests.support.ranks import on_gloo, on_ranks
-from zerocast.comm import Communicator, run_in_process
+from tests.support.claims import assert_same_tensors
+from tests.support.ranks import on_ranks
+from zerocast.comm import Communicator
 from zerocast.errors import InputError
 from zerocast.optim import ZeroOptimizer
 
@@ -81,26 +80,6 @@ def test_another_optimizer_does_not_step_without_them() -> None:
     assert values(params) == [0.0, 0.0, 0.0]
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is None for p in params)
-
-
-def test_a_replaced_gradient_on_one_rank_is_refused_on_all() -> None:
-    """By one message, before anything changes; ``zero_grad`` is a way on."""
-
-    def train(comm: Communicator) -> Any:
-        params, optimizer = made(comm)
-        loss_of(params, 1.0).backward()
-        if comm.rank == 1:
-            params[1].grad = None
-        message = message_of(InputError, optimizer.step)
-        assert values(params) == [0.0, 0.0, 0.0]
-        optimizer.zero_grad()
-        loss_of(params, 0.5).backward()
-        optimizer.step()
-        assert values(params) == [-0.5, -1.0, -1.5]
-        return message
-
-    message = one_message(run_in_process(3, train))
-    assert "forget all of them by optimizer.zero_grad()" in message
 
 
 @BUCKETS
@@ -205,29 +184,6 @@ def test_a_scaler_unscales_taken_gradients_and_others_once(comm: Communicator) -
     scaler.step(optimizer)
     scaler.update()
     assert values(params) == [-1.0, -2.0, 0.0]
-
-
-@BUCKETS
-@on_gloo(2)
-def test_ddp_synchronizes_the_last_pass_in_its_buckets(
-    comm: Communicator, bucket_size: int | None
-) -> None:
-    """With ``gradient_as_bucket_view``, after passes inside ``no_sync``: over two steps the masters
-    move by the mean of all gradients, once.
-    """
-    params, optimizer = made(comm, bucket_size)
-    model = torch.nn.Module()
-    model.weights = torch.nn.ParameterList(params)
-    model.forward = lambda factor: loss_of(params, factor)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    for step in (1, 2):
-        with ddp.no_sync():
-            for _ in range(2):
-                ddp(1.0 + comm.rank).backward()
-        ddp(2.0 + comm.rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert values(params) == [-5.5 * step, -11.0 * step, -16.5 * step]
 
 
 def test_a_copied_model_has_no_gradient_of_it() -> None:

@@ -1,5 +1,10 @@
-"""Weights that others write between steps: their masters start anew from what was written."""
+"""Weights that others write between steps, quantized and plain (biases, norms, embeddings), also
+where torch does not count it: their masters start again from what was written, on every rank, or
+all ranks are told.
+"""
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +20,7 @@ from tests.optim.training import (
     assert_same_lists,
     make_params,
 )
-from tests.support.claims import message_of, one_message
+from tests.support.claims import message_of, one_message, told_all
 from tests.support.ranks import on_ranks
 from tests.support.recipes import each
 from tests.support.same_bytes import assert_same_bytes
@@ -103,6 +108,7 @@ def test_elements_that_nobody_changed_keep_their_masters() -> None:
     before = optimizer.gather_master(param)
     with torch.no_grad():
         param.copy_(param.clone())
+        param.data.copy_(param.data.clone())
         param[1] = 3.0
     after = optimizer.gather_master(param)
     expected = before.clone()
@@ -157,14 +163,6 @@ def test_writes_to_a_buffer_of_codes_are_named_by_mark_written() -> None:
         optimizer.mark_written([torch.ones(3)])
 
 
-def test_a_weight_that_was_replaced_is_refused() -> None:
-    """Swapped with other memory, it is not where its codes are gathered."""
-    t = Training()
-    t.params[3].data = torch.zeros_like(t.params[3])
-    with pytest.raises(InputError, match="must stay in the buffer .* write weights in place"):
-        t.train(0)
-
-
 @pytest.mark.parametrize("optimizer_first", [False, True])
 @pytest.mark.mpi
 @on_ranks("torch_distributed", 2)
@@ -196,3 +194,148 @@ def test_ddp_around_the_model_trains_the_same_weights(
         found.append([optimizer.gather_master(p) for _, p in named])
     for alone, wrapped in zip(*found, strict=True):
         torch.testing.assert_close(alone, wrapped, rtol=1e-5, atol=1e-6)
+
+
+# --- plain weights ---
+
+
+def by_address(param: torch.Tensor, value: torch.Tensor) -> None:
+    """As a kernel of another library does."""
+    ctypes.memmove(param.data_ptr(), value.contiguous().data_ptr(), value.nbytes)
+
+
+def in_inference_mode(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Which counts nothing."""
+    with torch.inference_mode():
+        param.copy_(value)
+
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "param.data.copy_": lambda param, value: param.data.copy_(value),
+    "param.data[...]": lambda param, value: param.data.__setitem__(..., value),
+    "param.detach().copy_": lambda param, value: param.detach().copy_(value),
+    "from_dlpack": lambda param, value: torch.from_dlpack(param.detach()).copy_(value),
+    "inference_mode": in_inference_mode,
+    "by_address": by_address,
+}
+
+
+def plain(params: list[Any]) -> list[torch.nn.Parameter]:
+    """Those that hold no codes: BF16, FP32, and one element of BF16."""
+    return [p for p in params if not isinstance(p, zerocast.QuantizedTensor)]
+
+
+def ramps(params: list[Any]) -> list[torch.Tensor]:
+    """Other values, in the weights' dtypes."""
+    return [torch.linspace(-3, 5, p.numel()).view(p.shape).to(p.dtype) for p in params]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overlap_all_gather": True, "bucket_size": 20},
+    {"overlap_cast": True, "overlap_grad_reduce": True},
+    {"shard": "matrix"},
+]
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "size"),
+    [
+        pytest.param(write, options, size, id=f"{name}-{options}-{size}")
+        for i, (name, write) in enumerate(WRITES.items())
+        for options, size in (
+            (OPTIONS[i % 4], 3),
+            (OPTIONS[(i + 1) % 4], 1),
+            (OPTIONS[(i + 2) % 4], 3),
+        )
+    ],
+)
+def test_the_next_step_starts_from_what_was_written(
+    write: Callable[..., Any], options: dict[str, Any], size: int
+) -> None:
+    """Step, write, step twice: masters are those of the optimizer stepped on from these values, and
+    weights their cast. Quantized weights go on as they were.
+    """
+
+    def train(comm: Communicator) -> None:
+        t, whole = Training(comm, NVFP4, SGD, lr=0.125, **options), Whole(ranks=size)
+        whole.optimizer = SGD(whole.masters, lr=0.125)
+        params = t.train(0)
+        masters = whole.train(0)[-len(plain(params)) :]
+        for param, master, value in zip(plain(params), masters, ramps(plain(params)), strict=True):
+            write(param, value)
+            master.copy_(value)
+        t.train(1, 2)
+        t.optimizer.wait_for_all_gather()
+        assert_same_lists(t.masters(), whole.train(1, 2), "masters")
+        assert_cast_of(t.params, whole.masters)
+
+    run_in_process(size, train)
+
+
+@on_ranks("in_process", 2)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_write_between_backward_and_step_is_followed(comm: Communicator, clips: bool) -> None:
+    """After the clipping, too, which has reduced the gradients."""
+    t, whole = Training(comm, NVFP4, SGD, lr=0.125), Whole(NVFP4, SGD, ranks=2, lr=0.125)
+    t.feed(0)
+    if clips:
+        t.optimizer.clip_grad_norm_(1e9)
+    masters = whole.masters[-len(plain(t.params)) :]
+    for param, master, value in zip(plain(t.params), masters, ramps(plain(t.params)), strict=True):
+        param.data.copy_(value)
+        master.copy_(value)
+    t.optimizer.step()
+    assert_same_lists(t.masters(), whole.train(0), "masters")
+    assert_cast_of(t.params, whole.masters)
+
+
+@on_ranks("in_process", 3)
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_write_on_one_rank_alone_is_refused_on_every_rank(
+    comm: Communicator, rank: int, clips: bool
+) -> None:
+    """Whoever owns the element, and though the gradients were reduced before; written alike on all
+    ranks it is taken.
+    """
+    t = Training(comm, NVFP4, SGD, lr=0.125)
+    t.feed(0)
+    if clips:
+        t.optimizer.clip_grad_norm_(1e9)
+    first = plain(t.params)[0]
+    held = first.detach().clone()
+    if comm.rank == rank:
+        first.data[:1] = 7.0
+    message = told_all(comm, RankMismatchError, t.optimizer.step)
+    assert "layer.3 must hold the same value on every rank" in message
+    first.data[:1] = 7.0
+    held[:1] = 7.0
+    assert_same_bytes(t.masters()[3].bfloat16(), held, "master")
+    t.optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bits_count_and_not_values(dtype: torch.dtype) -> None:
+    """-0.0 written over 0.0 is in the master and in the next weight; so is a NaN, as some NaN."""
+    param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = ZeroOptimizer([param], SGD, lr=0.0)
+    for written in (torch.tensor([-0.0, 1.0, 0.0]), torch.tensor([torch.nan, 0.0, -0.0])):
+        param.data.copy_(written)
+        for _ in range(2):
+            torch.testing.assert_close(
+                optimizer.gather_master(param), written, rtol=0, atol=0, equal_nan=True
+            )
+            signs = optimizer.gather_master(param).signbit() & ~written.isnan()
+            assert signs.tolist() == (written.signbit() & ~written.isnan()).tolist()
+            optimizer.step()
+
+
+def test_masters_that_were_written_stay_beside_weights_that_were_written() -> None:
+    """Of two weights in one buffer one has its master written, and the other itself."""
+    params = [torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = ZeroOptimizer(params, SGD, lr=0.0)
+    optimizer.local_master(params[0])[0].fill_(3.0)
+    params[1].data.fill_(5.0)
+    optimizer.step()
+    assert [p.tolist() for p in params] == [[3.0] * 8, [5.0] * 8]

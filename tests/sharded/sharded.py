@@ -14,6 +14,7 @@ from tests.support.models import Bank
 from tests.support.ranks import shared_folder
 from tests.support.recipes import RECIPES
 from zerocast.comm import Communicator
+from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import to_local, tp_shard_of
 from zerocast.tensors.quantize import quantize_into
 
@@ -243,3 +244,17 @@ def everything(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = masters | stored(gathered(model))
     reshard(model)
     return found
+
+
+def remembered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the recipes of all masters remember now."""
+    return {
+        f"{name} {key}": tensor.clone()
+        for name, parameter in model.named_parameters()
+        for key, tensor in gather_of(parameter).state.items()
+    }
+
+
+def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Masters, what is gathered of them, and what the recipes remember then. Collective."""
+    return everything(model) | remembered(model)

@@ -3,8 +3,6 @@ fewer where the update takes the amaxes.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,31 +25,16 @@ from tests.sharded.sharded import (
 from tests.support.claims import assert_same_tensors, message_of
 from tests.support.ranks import on_gloo
 from tests.support.recipes import RECIPES, each
+from tests.support.settings import steps_of_casts
 from zerocast.optim import FusedAdamW
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import distributed, to_local
-from zerocast.tensors.cast_steps import CastSteps
 
 ROWS = (48, 37, 5)
 """Over 2 and 3 ranks, none without rows: even or not."""
 
 fused = functools.partial(FusedAdamW, lr=0.05)
-
-
-@contextmanager
-def steps_of_casts() -> Iterator[list[str]]:
-    """Those that are run meanwhile."""
-    ran: list[str] = []
-    run = CastSteps.run
-
-    def recorded(self: CastSteps, *names: str) -> None:
-        ran.extend(names)
-        run(self, *names)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CastSteps, "run", recorded)
-        yield ran
 
 
 def step(model, optimizer, number: int) -> None:

@@ -21,12 +21,13 @@ from tests.sharded.sharded import (
     bank,
     batch,
     converted,
-    everything,
     feed,
     load,
+    remembered,
     reshard,
     save_plain,
     shard,
+    whole_state,
 )
 from tests.support.claims import assert_same_tensors, message_of
 from tests.support.models import Bank, SideBySide
@@ -60,20 +61,6 @@ def train(model, comm, start, end, stop_at="precomputed"):
         if step == end - 1 and stop_at == "stepped":
             return
         zerocast.sharded.precompute_scales_for_fsdp(model)
-
-
-def remembered(model) -> dict[str, torch.Tensor]:
-    """What the recipes of all masters remember now."""
-    return {
-        f"{name} {key}": tensor.clone()
-        for name, parameter in model.named_parameters()
-        for key, tensor in to_local(parameter).low_bit_all_gather.state.items()
-    }
-
-
-def whole_state(model) -> dict[str, torch.Tensor]:
-    """Masters, what is gathered of them, and what the recipes remember then. Collective."""
-    return everything(model) | remembered(model)
 
 
 @pytest.mark.mpi(min_size=4)

@@ -20,7 +20,6 @@ from tests.sharded.sharded import (
     bank,
     batch,
     converted,
-    everything,
     feed,
     gathered,
     load,
@@ -28,6 +27,7 @@ from tests.sharded.sharded import (
     save_plain,
     shard,
     whole_masters,
+    whole_state,
 )
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.ranks import on_gloo, run_ranks, shared_folder
@@ -51,16 +51,6 @@ def steps(model, optimizer, *numbers: int) -> None:
         feed(model.parameters(), number)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole_state(model) -> dict[str, torch.Tensor]:
-    """Masters, what is gathered of them, and what the recipes remember then. Collective."""
-    found = everything(model)
-    return found | {
-        f"{name} {key}": tensor.clone()
-        for name, parameter in model.named_parameters()
-        for key, tensor in gather_of(parameter).state.items()
-    }
 
 
 def trained(recipe, *, rows=ROWS, ahead=False, **options):

@@ -4,7 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import pytest
 import torch
+
+from zerocast.tensors.cast_steps import CastSteps
 
 
 @contextmanager
@@ -34,3 +37,18 @@ def deterministic() -> AbstractContextManager[None]:
 def two_threads() -> AbstractContextManager[None]:
     """An operation on many elements is shared between two threads."""
     return changed(torch.set_num_threads, torch.get_num_threads(), 2)
+
+
+@contextmanager
+def steps_of_casts() -> Iterator[list[str]]:
+    """Those that are run meanwhile."""
+    ran: list[str] = []
+    run = CastSteps.run
+
+    def recorded(self: CastSteps, *names: str) -> None:
+        ran.extend(names)
+        run(self, *names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CastSteps, "run", recorded)
+        yield ran

@@ -21,6 +21,7 @@ from zerocast.layout import Owners
 from zerocast.numerics import INFINITY_BITS, NVFP4Numerics
 from zerocast.sharded.placement import to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor, prepare_expansion
+from zerocast.tensors.ledger import announce
 from zerocast.tensors.owned_shard import OwnedShard
 from zerocast.tensors.pipeline import CastPipeline
 
@@ -218,7 +219,7 @@ def _allocate_codes(weights: Iterable[QuantizedStorage], device: torch.device) -
         if name not in weight.buffers:
             codes = weight.form.buffers[name]
             weight.buffers[name] = torch.empty(codes.shape, dtype=codes.dtype, device=device)
-    QuantizedStorage.bump_buffers_version()
+    announce()
 
 
 def _start_scales(

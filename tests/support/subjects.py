@@ -1,4 +1,5 @@
-"""The four ways to train with zerocast, in one shape: small, on any number of ranks.
+"""The four ways to train with zerocast, in one shape: small, on any number of ranks. These are of
+gloo, or threads, but for masters that torch distributes.
 
 Each subject holds a model of two linear layers whose weights are the cast of FP32 masters, and
 knows what a user does after the masters were written, and what the weights must be then.
@@ -22,10 +23,13 @@ RECIPE = zerocast.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 def plain_model() -> torch.nn.Sequential:
     """[batch, K] -> [batch, K]; the same values on every rank and at every call."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
+    model = torch.nn.Sequential(
         torch.nn.Linear(K, HIDDEN, bias=False), torch.nn.Linear(HIDDEN, K, bias=False)
     )
+    generator = torch.Generator().manual_seed(0)  # ranks may be threads, torch's own is shared
+    for weight in model.parameters():
+        torch.nn.init.uniform_(weight, -0.125, 0.125, generator=generator)
+    return model
 
 
 def batch(rank: int = 0) -> torch.Tensor:
@@ -141,11 +145,13 @@ class Plan(Subject):
 class Zero(Subject):
     """:class:`zerocast.optim.ZeroOptimizer`."""
 
+    options: dict[str, bool] = {}  # noqa: RUF012
+
     def make(self) -> None:
         self.model = plain_model()
         zerocast.nn.convert(self.model, self.recipe, weights="quantized")
         self.optimizer = zerocast.optim.ZeroOptimizer(
-            self.model.named_parameters(), torch.optim.AdamW, self.comm, lr=0.05
+            self.model.named_parameters(), torch.optim.AdamW, self.comm, lr=0.05, **self.options
         )
 
     def masters(self) -> list[torch.Tensor]:
@@ -158,6 +164,12 @@ class Zero(Subject):
 
     def whole_masters(self) -> list[torch.Tensor]:
         return [self.optimizer.gather_master(p) for p in self.model.parameters()]
+
+
+class OverlappingZero(Zero):
+    """Casts and gathers while the next forward runs."""
+
+    options = {"overlap_all_gather": True, "overlap_cast": True}  # noqa: RUF012
 
 
 class Distributed(Subject):
