@@ -1,9 +1,9 @@
-"""The sharded cast: plans, and functional calls for callers who keep none.
+"""The sharded cast: plans, and functional calls for callers that keep no plan.
 
 Note: casting a sharded weight
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A *master weight*, FP32 as a rule, is split over the ranks of a data-parallel group; the *model
-weight* is its quantized form, whole on every rank. A cast takes these steps::
+A *master weight*, usually FP32, is sharded over the ranks of a data-parallel group. The *model
+weight* is its quantized form, which every rank holds whole. A cast takes these steps::
 
             rank r                                          all ranks
     grad --reduce_scatter--> grad shard
@@ -18,32 +18,31 @@ weight* is its quantized form, whole on every rank. A cast takes these steps::
               | post_all_gather_processing      columnwise copies, padded scales
             weight ready
 
-Where scales belong to blocks alone (MX, FP8 in blocks or rows), the blocks that a shard holds whole
-wait for no other rank: the CPU's ``partial_amax`` casts them, too, in the same read of the master,
-and ``partial_cast`` is left with the blocks at the ends of shards.
+If each scale depends on one block only (MX, block-wise and row-wise FP8), a block inside one shard
+needs no other rank. The CPU's ``partial_amax`` casts such blocks in the same read of the master;
+``partial_cast`` then casts only the blocks at the ends of shards.
 
-Two schemes differ. Delayed scaling casts with a scale that it has from earlier casts, so its one
-pass over the masters comes first and takes the amax along; the reduced amax then makes the next
-scale. 4-over-6 lets each block choose between two scales, for which the errors of shared blocks
-travel in one all-reduce more, between ``reduce_amax`` and ``compute_scale``. On the CPU whoever
-chooses for a block that it holds whole casts it in the same read.
+Two schemes differ. Delayed scaling casts with a scale from earlier casts, so its single pass over
+the masters runs first and also measures the amax. The reduced amax gives the next scale.
+4-over-6 chooses one of two scales for each block. The errors of shared blocks are reduced in one
+more all-reduce, between ``reduce_amax`` and ``compute_scale``. On the CPU the rank that holds a
+block whole casts it in the read in which it chooses the scale.
 
-The words, each used for nothing else:
+Terms, each with one meaning:
 
     element     one logical weight value; every offset in Python is in elements
-    byte        one stored byte; derived from elements by ``zerocast.numerics.byte_span``, never a
-                second offset system
+    byte        one stored byte; byte offsets are always derived from elements, by
+                ``zerocast.numerics.byte_span``
     shard       what one rank owns of one master weight: an ``Extent`` of elements, possibly empty
     block       the elements that share a scale
-    amax        the largest magnitude over a block; travels between ranks before the all-gather
+    amax        the largest magnitude over a block; reduced over ranks before the all-gather
     scale       multiplies a weight before rounding; ``scale_inv`` multiplies a code after, and is
                 stored with its codes
     rowwise     the codes as [M, K]; *columnwise* is the copy that the transposed GEMM reads
-    derived     what post-all-gather processing rebuilds; it may be *stale*, knows it, and refuses
-                to be read then
+    derived     what post-all-gather processing rebuilds; reading it while *stale* raises an error
 
-The guarantee: whatever the partition, the gathered shards are exactly the codes, scales and padding
-of ``quantize`` on the whole weight, the same on every rank.
+Guarantee: for every partition, the gathered codes, scales and padding equal those of ``quantize``
+on the whole weight, and are the same on every rank.
 """
 
 from zerocast.cast.calls import (

@@ -1,6 +1,6 @@
-"""Addresses: where the buffers lie that a plan writes, and whether they have moved.
+"""Addresses: the addresses of the buffers that a plan writes, and whether they have moved.
 
-The launches of a plan hold addresses, so each call looks whether these are still those of the
+The launches of a plan hold addresses, so each call checks whether these are still those of the
 buffers ("Note: memory that moves" in :mod:`zerocast.tensors.ledger`).
 """
 
@@ -24,17 +24,16 @@ class Addresses:
     """The addresses of the buffers of a plan's weights.
 
     Args:
-        weights: as they were given to the plan, so that it is noticed where one of them becomes
-            another weight.
-        specs: the same, as checked.
-        scope: which buffers each call looks at. Of "storage" the plan's maker sees to the rest.
+        weights: the tensors given to the plan, to detect when one of them becomes another weight.
+        specs: the same weights, as checked.
+        scope: which buffers each call checks. With "storage" the plan's maker covers the rest.
 
     Attributes:
-        written: what torch may save for a backward and a cast writes: the weights and their codes;
-            nothing under the scope "storage", where the plan's maker counts these writes.
+        written: what torch may save for a backward and a cast writes: the weights and their codes.
+            Empty under the scope "storage", with which the plan's maker counts these writes.
 
     Raises:
-        InputError: where two weights share memory, or a buffer is not what the recipe says.
+        InputError: if two weights share memory, or a buffer is not as the recipe requires.
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class Addresses:
         self._weights, self._specs, self._scope = weights, specs, scope
         self._identities = watch(weights, WEIGHT)
         self._storages = [shard_spec.storage for shard_spec in specs]
-        kinds: dict[Any, Any] = {}  # weights that are alike have one between them
+        kinds: dict[Any, Any] = {}  # equal entries are stored once
         copies = map(_copies, self._storages)
         self._copies = [kinds.setdefault(each, each) for each in copies]
         self.look()
 
     def look(self) -> None:
-        """Take the buffers as they lie now."""
+        """Take the current addresses of the buffers."""
         for shard_spec in self._specs:
             _check_buffers(shard_spec)
             shard_spec.check_own_codes()
@@ -62,12 +61,11 @@ class Addresses:
         self._ranges = _Ranges(self._specs)
 
     def have_moved(self) -> bool:
-        """Whether a weight's buffer, or a caller's for its codes, lies elsewhere than when it was
-        looked at.
+        """Return whether a buffer of a weight, or of the caller for its codes, has moved.
 
         Raises:
-            InputError: where a weight is no longer the one that the plan was made for; under the
-                scope "storage" only where a move was announced.
+            InputError: if a weight is no longer the one that the plan was made for; under the
+                scope "storage" only after a move was announced.
         """
         is_announced = self._watched.is_announced
         if is_announced or (self._scope == "tensor" and self._identities.changed()):
@@ -82,14 +80,12 @@ class Addresses:
         return [buffer for storage in self._storages for buffer in storage.buffers.values()]
 
     def hold_other_copies(self) -> bool:
-        """Whether a weight has dropped or taken on copies that a plan's casts depend on."""
+        """Return whether a weight has dropped or added copies that a plan's casts depend on."""
         is_announced = self._watched.is_announced
         return is_announced and self._copies != list(map(_copies, self._storages))
 
     def check_masters(self, masters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise :class:`InputError` where a cast would write what it reads: where one of these
-        named masters lies in a buffer.
-        """
+        """Raise :class:`InputError` if one of these named masters overlaps a written buffer."""
         for name, master in masters:
             if (overlapped := self._ranges.overlapped_by(master)) is not None:
                 raise InputError(
@@ -98,7 +94,7 @@ class Addresses:
                 )
 
     def _check_weights(self) -> None:
-        """Raise :class:`InputError` where a weight is another, or holds other copies."""
+        """Raise :class:`InputError` if a weight was replaced, or holds other copies."""
         for weight, spec, planned in zip(self._weights, self._specs, self._copies, strict=True):
             if weight.quantized_storage is not spec.storage:
                 raise InputError(
@@ -113,13 +109,13 @@ class Addresses:
 
 
 def _copies(storage: QuantizedStorage) -> Any:
-    """What of a weight's copies of codes the exchanges and launches of a plan depend on."""
+    """Return what a plan's exchanges and launches depend on of a weight's copies of codes."""
     sources = tuple(plane.source for plane in storage.cast_planes)
     return storage.is_whole, storage.has_scales, sources
 
 
 def _check_buffers(shard_spec: ShardSpec) -> None:
-    """Raise :class:`InputError` where a buffer is no longer what the recipe says."""
+    """Raise :class:`InputError` if a buffer is no longer as the recipe requires."""
     storage = shard_spec.storage
     specs = storage.form.buffers
     for name, buffer in storage.buffers.items():
@@ -135,15 +131,15 @@ def _check_buffers(shard_spec: ShardSpec) -> None:
 
 
 class _Ranges:
-    """All memory that casts and gathers of some weights write, by start.
+    """All memory that casts and gathers of some weights write, sorted by address.
 
     Raises:
-        InputError: where two weights share memory.
+        InputError: if two weights share memory.
     """
 
     def __init__(self, specs: Sequence[ShardSpec]) -> None:
         self._specs = specs
-        # Numbers, for there are many: what has which is looked up when it has to be said.
+        # Numbers only, because there are many; names are looked up for an error message.
         numbers = [n for each, *_ in _written(specs) for n in (each.data_ptr(), each.nbytes)]
         starts, sizes = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
         ends, places = starts + sizes, sizes.nonzero().view(-1)
@@ -159,7 +155,7 @@ class _Ranges:
             )
 
     def overlapped_by(self, tensor: torch.Tensor) -> str | None:
-        """The name of a buffer that has memory of ``tensor``; None where there is none."""
+        """Return the name of a buffer that shares memory with ``tensor``, or None."""
         at = bisect_left(self._starts, tensor.data_ptr() + tensor.nbytes) - 1
         overlaps = tensor.numel() and at >= 0 and self._ends[at] > tensor.data_ptr()
         return self._named(at) if overlaps else None
@@ -170,13 +166,13 @@ class _Ranges:
 
 
 def _written(specs: Sequence[ShardSpec]) -> Iterator[tuple[torch.Tensor, str, ShardSpec]]:
-    """Each buffer that casts and gathers write, what it is and of which weight."""
+    """Yield each buffer that casts and gathers write, its name and its weight."""
     for spec in specs:
         buffers = spec.storage.buffers
         for name, buffer in buffers.items():
             yield buffer, name, spec
         for plane, codes in spec.codes.items():
-            # A shard's codes may be received where the gather puts them.
+            # The caller's buffer for a shard's codes may be a part of the gather buffer.
             if plane not in buffers or not _lies_in(codes, buffers[plane]):
                 yield codes, "fsdp_shard_model_weights", spec
 

@@ -2,17 +2,17 @@
 
 Note: full and boundary
 ~~~~~~~~~~~~~~~~~~~~~~~
-A scale belongs to a block, and a block to the rank that owns its first element. First elements
-ascend as the numbers of blocks do, so the blocks of a plane that a rank owns are one range. A block
-is *whole* where one rank owns all of its elements, and *cut* where two or more do.
+A block, and its scale, belongs to the rank that owns the block's first element. First elements
+ascend with block numbers, so the blocks of a plane that a rank owns are one range. A block
+is *whole* if one rank owns all of its elements, and *cut* if two or more do.
 
 The *full* exchange reduces all amaxes, and every rank makes every scale. The *boundary* exchange
-reduces those of tensors and of cut blocks alone. A rank keeps the amaxes of the blocks around its
-shard (:meth:`BlockGrid.touched`), makes the scales of the blocks that it owns
-(:meth:`BlockGrid.owned`), and these travel with the codes
-(:class:`zerocast.cast.scale_gather.ScaleGather`). Scales whose amaxes all ranks have anyway are
-made by all ranks: that of a tensor of one block, those of blocks that reach across tensor-parallel
-shards, and those of a weight without elements.
+reduces only those of tensors and of cut blocks. A rank keeps the amaxes of the blocks that its
+shard touches (:meth:`BlockGrid.touched`), and makes the scales of the blocks that it owns
+(:meth:`BlockGrid.owned`). These are gathered with the codes
+(:class:`zerocast.cast.scale_gather.ScaleGather`). All ranks make the scales whose amaxes they
+all have: of a tensor of one block, of blocks that span tensor-parallel shards, and of a weight
+without elements.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ ExchangeKind = Literal["full", "boundary"]
 """What ranks exchange before a cast; see the note above."""
 
 STEP_WORDS = 2
-"""At the end of each group's entries; see "Note: a rank at another step" in
+"""Words at the end of each group's entries; see "Note: a rank at another step" in
 :mod:`zerocast.cast.exchange`."""
 
 
 def is_boundary(exchange: ExchangeKind) -> bool:
-    """Whether the exchange is the boundary one; :class:`InputError` where it is none."""
+    """Return whether the exchange is "boundary"; raise :class:`InputError` for an unknown one."""
     return check_choice("exchange", exchange, ("full", "boundary")) == "boundary"
 
 
 def planes_by_owner(spec: ShardSpec) -> Sequence[Plane]:
-    """The planes of a weight whose scales their owners make in a boundary exchange."""
+    """Return a weight's planes whose scales the owners of blocks make in a boundary exchange."""
     storage = spec.storage
     if isinstance(storage, OwnedShard):
         return [plane for plane in storage.cast_planes if plane.name in storage.by_owner]
@@ -51,21 +51,21 @@ def planes_by_owner(spec: ShardSpec) -> Sequence[Plane]:
 
 
 class AmaxBuffers:
-    """The amaxes that ranks reduce, group after group, and those that this rank keeps.
+    """The amaxes that ranks reduce, ordered by group, and those that this rank keeps.
 
     Args:
         specs: the plan's weights, with what this rank owns of each.
-        members: by group the places of its weights, all weights once.
-        owners: by group those of its members.
-        by_owner: by weight the planes whose scales their blocks' owners make.
+        members: for each group the indices of its weights; every weight is in one group.
+        owners: for each group the owners of its members.
+        by_owner: for each weight the planes whose scales are made by the owners of their blocks.
 
     Attributes:
-        amaxes: by weight.
-        tensor_amaxes: by weight int32 [1], that of the tensor.
-        reduced: int32, what ranks reduce: of each group the amaxes of its weights (of each the
-            planes that all ranks make scales of, then the tensor), then those of cut blocks, then
-            :data:`STEP_WORDS` words for the number of the step.
-        of_group: by group its range of ``reduced``.
+        amaxes: for each weight its amaxes.
+        tensor_amaxes: for each weight the tensor's amax, int32 [1].
+        reduced: int32, what ranks reduce. For each group: the amaxes of its weights (of each the
+            planes whose scales all ranks make, then the tensor), then those of cut blocks, then
+            :data:`STEP_WORDS` words for the step number.
+        of_group: for each group its range of ``reduced``.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class AmaxBuffers:
         owners: Mapping[Communicator, Owners],
         by_owner: Sequence[Sequence[Plane]],
     ) -> None:
-        # Of the amaxes of each plane and tensor that are reduced, and that are kept; and by weight
-        # and plane the blocks that the latter begin with.
+        # The sizes of the amaxes of each plane and tensor, reduced and kept; and by weight and
+        # plane the first block whose amax is kept.
         sizes, kept_sizes = list[int](), list[int]()
         first_blocks: dict[int, dict[str, int]] = {}
         group_sizes: list[int] = []
@@ -84,7 +84,7 @@ class AmaxBuffers:
         kept_cut, reduced_cut = [], []
         for comm, indices in members.items():
             begin, firsts = place, []
-            grids: list[tuple[int, BlockGrid]] = []  # of planes by owner
+            grids: list[tuple[int, BlockGrid]] = []  # of planes in by_owner
             for at, i in enumerate(indices):
                 storage = specs[i].storage
                 for plane in storage.cast_planes:
@@ -134,7 +134,7 @@ class AmaxBuffers:
                 if storage.form.has_one_block:
                     by_plane["rowwise"] = tensor
                 tensors[i], found[i] = tensor, Amaxes(tensor, by_plane, kept_of)
-            next(reduced)  # those of cut blocks, and the step
+            next(reduced)  # the amaxes of cut blocks, and the step
         self.tensor_amaxes = [tensors[i] for i in range(len(specs))]
         self.amaxes = [found[i] for i in range(len(specs))]
 
@@ -148,11 +148,11 @@ class AmaxBuffers:
         self._entries.zero_()
 
     def give_cut(self) -> None:
-        """Put this rank's amaxes of cut blocks among those that are reduced."""
+        """Copy this rank's amaxes of cut blocks into those that are reduced."""
         if self._has_cut:
             self.reduced[self._reduced_cut] = self._kept[self._kept_cut]
 
     def take_cut(self) -> None:
-        """Take those that have been reduced."""
+        """Copy the reduced amaxes of cut blocks back."""
         if self._has_cut:
             self._kept[self._kept_cut] = self.reduced[self._reduced_cut]

@@ -1,12 +1,12 @@
 """Amax groups: weights that share one tensor amax, and so one tensor scale.
 
 A server that fuses projections (query, key and value; gate and up) into one GEMM needs one tensor
-scale for them. Weights that share their amax from the start of training have it, and are cast as if
-they were one weight, rows upon rows. Schemes without a scale for the tensor (blockwise, row-wise,
-MXFP8) fuse as they are; there a group changes no byte.
+scale for them. Weights that share their amax from the start of training have one, and are cast as
+if they were one weight, concatenated by rows. Schemes without a tensor scale (blockwise, row-wise,
+MXFP8) can be fused as they are; a group does not change their bytes.
 
-Which weights servers fuse is known of the models of two packages, :data:`FAMILIES`, by the names in
-:data:`FUSED`, which are vLLM's ``packed_modules_mapping``. Of other classes nothing is guessed.
+Which weights servers fuse is known for the models of two packages, :data:`FAMILIES`, by the names
+in :data:`FUSED`, which are vLLM's ``packed_modules_mapping``. Other classes are not considered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AUTO: Literal["auto"] = "auto"
 """The weights that servers are known to fuse: :func:`fused_weights`."""
 
 FAMILIES = ("transformers.models.", "torchtitan.models.")
-"""Where the classes are defined, or one that they derive from, whose weights servers fuse."""
+"""Prefixes of the modules that define the classes, or base classes, whose weights servers fuse."""
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -43,13 +43,14 @@ FUSED = (
     ("w1", "w3"),
     ("w1_EFD", "w3_EFD"),
 )
-"""The names of layers, or stacks of experts, of one module that servers make one of. Where a module
-has some of a line, these are fused."""
+"""The names of layers, or stacks of experts, of one module that servers fuse. If a module has some
+of the names of a row, these are fused."""
 
 
 def fused_weights(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
-    """Return the sets of weights that servers fuse, by their fully qualified names: two or more of
-    one module, with as many columns each.
+    """Return the sets of weights that servers fuse, by their fully qualified names.
+
+    Each set has two or more weights of one module with equal numbers of columns.
     """
     found: list[dict[str, torch.Tensor]] = []
     for fqn, module in named_modules(model):
@@ -66,8 +67,9 @@ def fused_weights(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
 
 
 def _weight(module: torch.nn.Module, name: str) -> tuple[str, torch.Tensor | None]:
-    """Return the name and the weight of the linear layer, or of the stack, ``name`` of a module;
-    None where it has none. An adapter of peft has the layer as its ``base_layer``.
+    """Return the name and the weight of the linear layer, or of the stack, ``name`` of a module.
+
+    The weight is None if the module has none. An adapter of peft has the layer as ``base_layer``.
     """
     layer: object = module._modules.get(name)
     if hasattr(layer, "base_layer"):
@@ -79,8 +81,9 @@ def _weight(module: torch.nn.Module, name: str) -> tuple[str, torch.Tensor | Non
 
 
 def by_first_names(labels: Sequence[str | None], names: Sequence[str]) -> list[str | None]:
-    """Return the label of each weight's group as ranks compare it: the name of its first weight.
-    What a conversion gives tells apart the groups of one process.
+    """Return the label of each weight's group that ranks compare: the name of its first weight.
+
+    Labels from a conversion only distinguish the groups of one process.
     """
     first: dict[str | None, str] = {}
     taken = set[str]()
@@ -95,12 +98,12 @@ def by_first_names(labels: Sequence[str | None], names: Sequence[str]) -> list[s
 
 
 def is_auto(amax_groups: object) -> bool:
-    """Whether ``amax_groups`` is :data:`AUTO`."""
+    """Return whether ``amax_groups`` is :data:`AUTO`."""
     return isinstance(amax_groups, str) and amax_groups == AUTO
 
 
 def check_patterns(patterns: object) -> None:
-    """Raise :class:`InputError` where ``patterns`` is no list, of whatever."""
+    """Raise :class:`InputError` if ``patterns`` is not a list; its entries are not checked."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise InputError(
             "amax_groups must be a list of lists of patterns such as [['*.wq', '*.wk']], got "
@@ -109,15 +112,15 @@ def check_patterns(patterns: object) -> None:
 
 
 def amax_group_labels(patterns: Patterns, names: Sequence[str]) -> list[str | None]:
-    """Give each name the label of its group, or None: the members of a group are the names that
-    match its patterns with the same text in the place of the wildcards.
+    """Return for each name the label of its group, or None.
 
-    So ``["*.wq", "*.wk"]`` makes one group of ``layers.0.wq`` and ``layers.0.wk``, another of those
-    of layer 1. Wildcards are ``*`` (any text) and ``?`` (one character); a name also matches
-    without its ending ``.weight``.
+    The members of a group are the names that match its patterns with the same text in place of the
+    wildcards: ``["*.wq", "*.wk"]`` makes one group of ``layers.0.wq`` and ``layers.0.wk``, another
+    of those of layer 1. Wildcards are ``*`` (any text) and ``?`` (one character). A name also
+    matches without its ending ``.weight``.
 
     Raises:
-        InputError: for a pattern that is none or matches no name, or a name in two groups.
+        InputError: for an invalid pattern or one that matches no name, or a name in two groups.
     """
     check_patterns(patterns)
     labels: list[str | None] = [None] * len(names)

@@ -1,9 +1,9 @@
-"""The functional calls: the same cast for callers who keep no plan.
+"""The functional calls: the same cast for callers that keep no plan.
 
 A call finds the plan that an earlier call made for the same weights, partition and group, or makes
-one. Whether all ranks have found the same plan is agreed in the small all-reduce that opens every
-call, together with any error; if not, all make one, and ranks never run different collectives.
-Plans are found by the weights, not by the masters' addresses.
+one. A small all-reduce at the start of every call compares whether all ranks found the same plan,
+and exchanges errors. If they did not, all ranks make a plan, so they never run different
+collectives. Plans are found by the weights, not by the addresses of masters.
 """
 
 from __future__ import annotations
@@ -41,25 +41,23 @@ def quantize_master_weights(
 ) -> None:
     """Cast sharded master weights into quantized model weights. Collective; recipes may be mixed.
 
-    Afterwards scales, amax and padding of every weight are right on every rank, and so are the
-    codes of the elements that this rank owns; the codes of other elements are untouched, to the
-    nibble. The caller then all-gathers ``rowwise_data`` and calls
-    :func:`post_all_gather_processing`.
+    Afterwards every rank has correct scales, amaxes and padding of every weight, and the codes of
+    the elements that it owns. The codes of other elements are untouched, to the nibble. The caller
+    then all-gathers ``rowwise_data`` and calls :func:`post_all_gather_processing`.
 
     Args:
-        model_weights: quantized weights, whole on every rank.
+        model_weights: the quantized weights, whole on every rank.
         master_weights: for each weight this rank's shard, FP32, BF16 or FP16, contiguous, of any
-            shape; None where it owns nothing.
-        start_offsets: for each weight the element, in the flattened weight, at which the master
+            shape; None if it owns nothing.
+        start_offsets: for each weight the element of the flattened weight at which the master
             starts.
         group: the ranks: a zerocast or mpi4py communicator, a torch.distributed ProcessGroup, or
-            None for the default group (one rank where there is none).
+            None for the default group (one rank if there is no default group).
         fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
             this rank's shard instead of the weight; see :class:`zerocast.CastPlan`.
-        manual_post_all_gather_processing: False lets the next forward rebuild derived copies by
-            itself.
+        manual_post_all_gather_processing: if False, the next forward rebuilds derived copies.
         check_finite: raise instead of writing NaN; costs a host synchronisation.
-        only: refuse weights of other numerics; None takes all, mixed too.
+        only: the only numerics to accept; None accepts all, also mixed.
 
     Raises:
         InputError, RankMismatchError, NonFiniteError: on every rank, before anything is written.
@@ -82,8 +80,8 @@ def quantize_master_weights(
         key = _key(specs, comm, manual_post_all_gather_processing, check_finite)
         plan = find_plan(storages, key)
 
-    # One all-reduce opens the call: does any rank have an error, have all found the same plan?
-    # Ranks that each found another one disagree about the call: making a plan tells them so.
+    # One all-reduce: does any rank have an error, and have all ranks found the same plan?
+    # If ranks have found different plans their arguments differ: making a plan raises that.
     found = [0] * len(comms) if plan is None else plan.fingerprints
     in_step = agree_in_all(list(zip(comms, found, strict=True)), attempt.error)
     if plan is None or not in_step:
@@ -94,7 +92,7 @@ def quantize_master_weights(
             check_finite=check_finite,
         )  # fmt: skip
         keep_plan(storages, key, plan)
-    plan.step = 0  # ranks may have found plans of different pasts
+    plan.step = 0  # the plans that ranks found may have different numbers of casts
     plan.cast_and_release(master_weights)
 
 
@@ -108,9 +106,7 @@ def cast_master_weights_to_nvfp4(
     *,
     check_finite: bool = False,
 ) -> None:
-    """:func:`quantize_master_weights` for NVFP4 weights only; any other weight is refused with
-    :class:`InputError`.
-    """
+    """Run :func:`quantize_master_weights` on NVFP4 weights; refuse others (:class:`InputError`)."""
     quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing, check_finite=check_finite, only="NVFP4",
@@ -127,9 +123,7 @@ def cast_master_weights_to_fp8(
     *,
     check_finite: bool = False,
 ) -> None:
-    """:func:`quantize_master_weights` for FP8 weights only; any other weight is refused with
-    :class:`InputError`.
-    """
+    """Run :func:`quantize_master_weights` on FP8 weights; refuse others (:class:`InputError`)."""
     quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing, check_finite=check_finite, only="FP8",
@@ -138,16 +132,16 @@ def cast_master_weights_to_fp8(
 
 @untraced
 def post_all_gather_processing(model_weights: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Rebuild what is derived from gathered codes: columnwise codes and scales, padding included.
+    """Rebuild what is derived from gathered codes: columnwise codes and scales, with padding.
 
     Call it once the codes of all ranks are in ``rowwise_data``. Not collective.
 
     Args:
-        model_weights: weights, or one of them. Plain tensors, and weights without a columnwise
-            copy, are passed over.
+        model_weights: weights, or one weight. Plain tensors, and weights without a columnwise copy,
+            are skipped.
 
     Raises:
-        InputError: for anything that is no tensor; nothing has been written.
+        InputError: if an entry is not a tensor; nothing has been written.
     """
     given = [model_weights] if isinstance(model_weights, torch.Tensor) else model_weights
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
@@ -196,6 +190,6 @@ def _key(
         )
         for spec in specs
     )
-    # A plan keeps the backend that it was made with.
+    # A plan keeps the backend with which it was made.
     backend = backend_for(specs[0].storage.device) if specs else None
     return comm, manual, check_finite, backend and (type(backend), backend.name), shards

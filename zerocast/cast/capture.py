@@ -1,10 +1,9 @@
-"""Refuses the capture of a cast in a CUDA graph that cannot hold it.
+"""Checks whether a cast can be captured in a CUDA graph.
 
-Launches and the collectives of NCCL can be captured and replayed. What makes the host wait, or
-passes through its memory, cannot. A graph replays launches and not the bookkeeping beside them: a
-captured :meth:`CastPlan.cast` belongs into one graph with its post-all-gather processing. It
-repeats addresses: the plan must live as long as the graph, and where weights or masters have moved
-since, the step is captured anew.
+Launches and NCCL collectives can be captured and replayed. Work that makes the host wait, or that
+passes through host memory, cannot. A graph replays launches but not the host's bookkeeping: capture
+:meth:`CastPlan.cast` in one graph with its post-all-gather processing. A graph replays
+addresses: the plan must outlive the graph. If weights or masters have moved, capture again.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from zerocast.errors import UnsupportedError
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what is launched on ``device`` now becomes part of a CUDA graph."""
+    """Return whether launches on ``device`` are now captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_capture(
     device: torch.device, comms: Iterable[Communicator], *, check_finite: bool = False
 ) -> None:
-    """Raise :class:`UnsupportedError` where the current stream is being captured and a cast on
-    ``device`` over ``comms`` cannot be.
+    """Raise :class:`UnsupportedError` if a stream capture is active that cannot hold the cast.
+
+    The cast is on ``device`` over ``comms``.
     """
     if not is_captured(device):
         return
@@ -45,8 +45,9 @@ def check_capture(
 
 
 def check_planning(device: torch.device) -> None:
-    """Raise :class:`UnsupportedError` where the current stream is being captured: the tables of a
-    plan on ``device`` are used by later casts, whether or not that graph has run.
+    """Raise :class:`UnsupportedError` if the current stream is being captured.
+
+    Later casts use the tables of a plan on ``device``, whether or not that graph has run.
     """
     if is_captured(device):
         raise UnsupportedError(

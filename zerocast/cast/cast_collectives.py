@@ -1,7 +1,6 @@
-"""CastCollectives: all that ranks send each other for the cast of some weights, and its buffers.
+"""CastCollectives: the collectives of a cast of some weights, and their buffers.
 
-Nothing here reads memory, so weights may be on the meta device: for whoever asks what a cast would
-send.
+Nothing here reads memory, so weights may be on the meta device, to find out what a cast would send.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from zerocast.tensors.weight_operands import tensor_operand
 
 
 class CastCollectives:
-    """What the ranks of some groups reduce before codes are cast, and gather after it.
+    """What the ranks of some groups reduce before codes are cast, and gather afterwards.
 
     Args:
         specs: the weights, with what this rank owns of each.
-        members: by group the places of its weights, all weights once.
-        owners: by group those of its members.
-        tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
-        one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
-        boundary: whether ranks reduce the amaxes of tensors and of cut blocks alone.
+        members: for each group the indices of its weights; every weight is in one group.
+        owners: for each group the owners of its members.
+        tp_shards: for each tensor-parallel group the indices of the weights whose shards it holds.
+        one_by_one_from: weights of at least this many elements are gathered alone; None: no weight.
+        boundary: whether ranks reduce only the amaxes of tensors and of cut blocks.
 
     Attributes:
-        matrices: what is cast: the weights, and the matrices of those that are stacks.
-        members: by group the places of its matrices.
+        matrices: what is cast: the weights, or the matrices of a weight that is a stack.
+        members: for each group the indices of its matrices.
         exchange: what is reduced.
-        code_gathers: of the codes.
-        scale_gathers: of the scales that their blocks' owners make, but for those that the caller
-            gathers.
-        own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
-        compact: by the same, all of these once gathered.
+        code_gathers: the gathers of codes.
+        scale_gathers: the gathers of scales that the owners of blocks make, except those that the
+            caller gathers.
+        own_scales: by matrix and plane name, the scales that this rank makes for all.
+        compact: by the same keys, all of these scales once gathered.
     """
 
     def __init__(
@@ -74,8 +73,9 @@ class CastCollectives:
     def operands(
         self, matrices: Sequence[ShardSpec], *, judges_amaxes: bool
     ) -> list[TensorOperand]:
-        """Return what the operations of the cast work on: ``matrices``, those of
-        :attr:`matrices` as they lie now, with their amaxes and choices.
+        """Return the operands of the cast, one for each of ``matrices``, with amaxes and choices.
+
+        ``matrices`` are those of :attr:`matrices` with their current memory.
         """
         return [
             tensor_operand(

@@ -1,8 +1,7 @@
-"""The consistency check: ranks of a group must mean the same weights, and their shards must cover
-each exactly once; so must the shards of a tensor-parallel group.
+"""The consistency check: the same weights on all ranks, whose shards cover each exactly once.
 
-It runs once, when a plan is made. Every rank computes the verdict from the same exchanged data, so
-all ranks raise the same error or none does.
+It also checks the shards of a tensor-parallel group. It runs once, when a plan is made. Every rank
+computes the result from the same exchanged data, so all ranks raise the same error or none does.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.tp_shard import check_tp_shards
 
 Members: TypeAlias = Mapping[Communicator, Sequence[int]]
-"""By group the places of its weights."""
+"""For each group the indices of its weights."""
 
 
 def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Communicator, list[int]]:
-    """The places of the weights of each group, in the order in which the groups first appear.
+    """Return the indices of the weights of each group, ordered by first appearance of the groups.
 
     Args:
-        group: one group for all weights, or a list or tuple with one a weight; see
+        group: one group for all weights, or a list or tuple with one per weight; see
             :func:`zerocast.comm.as_communicator`.
         weights: how many weights there are.
 
     Raises:
-        InputError: for a list of another length, or for what is no group.
+        InputError: for a list of another length, or an entry that is not a group.
     """
     if not isinstance(group, Sequence):
         return {as_communicator(group): list(range(weights))}
@@ -60,9 +59,10 @@ def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Commu
 def raise_in_all(
     comms: Sequence[Communicator], error: ZerocastError | None, said: bool = False
 ) -> bool:
-    """Every rank of every group raises where one rank has an error, even if it shares only some
-    groups with it. Ranks that share the group that hears of it first raise the same message.
-    Return whether any has ``said`` yes.
+    """Raise on every rank of every group if one rank has an error.
+
+    This includes ranks that share only some groups with it. All ranks of the group that first
+    receives the error raise the same message. Return whether any rank has ``said`` yes.
     """
     if len(comms) == 1:
         return raise_together(comms[0], error, said)
@@ -70,9 +70,10 @@ def raise_in_all(
 
 
 def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
-    """The places of the weights that are shards of larger ones, by the tensor-parallel group that
-    holds these, in the order in which these first appear. What is no list or no weight is passed
-    over: the groups are asked for before anything is checked, so that all of them hear of errors.
+    """Return the indices of the weights that are tensor-parallel shards, by their group.
+
+    Groups are ordered by first appearance. Anything that is not a list or not a weight is skipped:
+    this runs before any check, so that all groups receive errors.
     """
     tp_shards: dict[Communicator, list[int]] = {}
     is_list = hasattr(model_weights, "__iter__") and not isinstance(model_weights, torch.Tensor)
@@ -86,11 +87,12 @@ def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:
 
 
 def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError | None) -> bool:
-    """Whether the ranks of each group give the same answer, beside :func:`zerocast.comm.agree` on
-    one group; where ranks of any group do not, no rank hears yes.
+    """Return whether the ranks of each group give the same answer; False on all if any do not.
+
+    For one group this is :func:`zerocast.comm.agree`.
 
     Args:
-        votes: by group this rank's answer, 1 or more, or 0 for a rank that has none.
+        votes: for each group this rank's answer, 1 or more, or 0 if it has no answer.
 
     Raises:
         ZerocastError: as :func:`raise_in_all`.
@@ -98,14 +100,14 @@ def agree_in_all(votes: Sequence[tuple[Communicator, int]], error: ZerocastError
     if len(votes) == 1:
         return agree(*votes[0], error)
     in_step, agreed = True, None
-    # Once through the groups tells the neighbours, the second time tells those who share an earlier
+    # The first pass informs the ranks of the same groups, the second those that share an earlier
     # group with them.
     for comm, answer in (*votes, *votes):
         try:
             in_step = agree(comm, answer if in_step else 0, agreed or error) and in_step
-        except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others must hear of it)
+        except ZerocastError as e:  # noqa: PERF203  (the loop continues: others need the error)
             agreed = agreed or e
-    agreed = agreed or error  # a plan of no group has nobody to tell
+    agreed = agreed or error  # without groups no call above has raised it
     if agreed is not None:
         raise agreed
     return in_step
@@ -118,24 +120,25 @@ def exchange_owners(
     options: str,
     error: ZerocastError | None,
 ) -> tuple[dict[Communicator, Owners], list[int]]:
-    """Compare what all ranks of all groups were given; return who owns what. Collective: for a plan
-    of one group three exchanges, of a digest, and of the number and the places of shards.
+    """Compare what all ranks of all groups were given; return which rank owns what. Collective.
+
+    A plan of one group takes three exchanges: a digest, and the number and the places of shards.
 
     Args:
-        members: by group the places of its weights among ``specs``.
-        tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
-        specs: this rank's weights, in order; of no matter where there is an ``error``.
-        options: whatever else must be the same on every rank, readable.
-        error: what is wrong with this rank's weights, if anything.
+        members: for each group the indices of its weights among ``specs``.
+        tp_shards: for each tensor-parallel group the indices of the weights whose shards it holds.
+        specs: this rank's weights, in order; ignored with an ``error``.
+        options: readable text of whatever else must be the same on every rank.
+        error: what is wrong with this rank's weights, or None.
 
     Returns:
-        By group the owners of its members. And the fingerprints of all groups, then of all
-        tensor-parallel groups: numbers from 1 to 2**31 - 2 of what was compared and exchanged;
-        ranks whose numbers differ do not make the same plan.
+        For each group the owners of its members. And the fingerprints of all groups, then of all
+        tensor-parallel groups: numbers from 1 to 2**31 - 2 of what was compared and exchanged.
+        Ranks whose numbers differ do not make the same plan.
 
     Raises:
-        ZerocastError: on every rank of every group, where one has an ``error``.
-        RankMismatchError: on every rank of every group, naming both sides of the disagreement.
+        ZerocastError: on every rank of every group, if one has an ``error``.
+        RankMismatchError: on every rank of every group, naming both sides of the difference.
     """
     comms = [*members, *tp_shards]
     if len(comms) == 1:
@@ -147,7 +150,7 @@ def exchange_owners(
         for comm, indices in groups.items():
             try:
                 found.append(exchange(comm, [specs[i] for i in indices], options))
-            except ZerocastError as e:  # noqa: PERF203  (the loop goes on: others wait in it)
+            except ZerocastError as e:  # noqa: PERF203  (the loop continues: others wait in it)
                 error = error or e
     raise_in_all(comms, error)
     all_owners, fingerprints = zip(*found, strict=True) if found else ((), ())
@@ -199,7 +202,7 @@ def _fingerprint(options: str, lines: Sequence[str], shards: torch.Tensor) -> in
 
 
 def _check_coverage(specs: Sequence[ShardSpec], owners: Owners, size: int) -> None:
-    """Raise where the shards of a weight leave a gap or overlap."""
+    """Raise if the shards of a weight leave a gap or overlap."""
     numels = [r.storage.shape.numel() for r in specs]
     i = owners.first_wrong(numels)
     if i is not None:
@@ -215,7 +218,7 @@ def _check_coverage(specs: Sequence[ShardSpec], owners: Owners, size: int) -> No
 
 
 def _likely_cause(numel: int, owned: Sequence[Extent]) -> str:
-    """What most often makes a partition wrong in this way, with what to do; or nothing."""
+    """Return the usual cause of such a wrong partition and its remedy, or an empty text."""
     held = [extent for extent in owned if extent]
     if len(owned) == 1:
         return (

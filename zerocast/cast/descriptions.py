@@ -1,7 +1,7 @@
 """Descriptions: what ranks compare of the weights of a plan, and how a difference is reported.
 
-Weights of one shape and recipe are described once, so thousands of them are compared by a number,
-a name and a state each. Only digests travel while all ranks agree.
+Weights of equal shape and recipe share one description, so thousands of them are compared by a
+number, a name and a state each. If all ranks agree, only digests are sent.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from zerocast.tensors import QuantizedStorage
 
 
 def describe(spec: ShardSpec) -> dict[str, str]:
-    """What the ranks that share a weight have in common, but for its name and state."""
+    """Return what the ranks that share a weight have in common, except its name and state."""
     storage = spec.storage
     described = {"shape": str(tuple(storage.shape)), **_described(spec)}
     if len(storage.cast_planes) > 1:
-        described["columnwise copy"] = "yes"  # amaxes and codes of its own, which are exchanged
+        described["columnwise copy"] = "yes"  # its separate amaxes and codes are exchanged
     if storage.tp_shard is not None:
         described["tensor-parallel shard"] = str(storage.tp_shard)
     return described
 
 
 def describe_whole(spec: ShardSpec) -> dict[str, str]:
-    """What the ranks that hold shards of a weight have in common, but for its name and state."""
+    """Return what the ranks that hold shards of a weight have in common, except name and state."""
     storage, tp_shard = spec.storage, spec.storage.tp_shard
     assert tp_shard is not None
     described = {
@@ -41,7 +41,7 @@ def describe_whole(spec: ShardSpec) -> dict[str, str]:
         **_described(spec),
     }
     if storage.has_columnwise:
-        described["columnwise copy"] = "yes"  # amaxes of it are exchanged
+        described["columnwise copy"] = "yes"  # its amaxes are exchanged
     return described
 
 
@@ -61,20 +61,20 @@ def check_descriptions(
     options: str,
     error: ZerocastError | None,
 ) -> list[str]:
-    """Compare what this rank's weights are with what those of the others are. Collective.
+    """Compare this rank's weights with those of the other ranks. Collective.
 
     Args:
         comm: the ranks.
         describe: one of the functions above.
-        specs: this rank's weights, in order; of no matter where there is an ``error``.
-        options: whatever else must be the same on every rank, readable.
-        error: what is wrong with this rank's weights, if anything.
+        specs: this rank's weights, in order; ignored with an ``error``.
+        options: readable text of whatever else must be the same on every rank.
+        error: what is wrong with this rank's weights, or None.
 
     Returns:
         What was compared of the weights, as texts.
 
     Raises:
-        ZerocastError: on every rank, where one has an ``error``.
+        ZerocastError: on every rank, if one has an ``error``.
         RankMismatchError: on every rank, naming both sides of the first difference.
     """
     attempt, lines = Attempt(), ["[]"]
@@ -105,9 +105,7 @@ def check_descriptions(
 def _lines(
     describe: Callable[[ShardSpec], dict[str, str]], specs: Sequence[ShardSpec]
 ) -> list[str]:
-    """All descriptions, each once; then of each weight the place of its own among them, its name
-    and its state.
-    """
+    """Return the distinct descriptions; then per weight the index of its own, name and state."""
     places: dict[str, int] = {}
     place_of: dict[tuple[Any, ...], int] = {}
     lines = []
@@ -118,7 +116,7 @@ def _lines(
         if alike not in place_of:
             place_of[alike] = places.setdefault(json.dumps(describe(spec)), len(places))
         name = {"name": spec.name} if spec.is_named else {}
-        # Ranks of tensor parallelism that have whole matrices have states of their own.
+        # Tensor-parallel ranks with whole matrices may have different states.
         matrices = storage.tp_shard is not None and storage.tp_shard.has_whole_matrices(
             storage.recipe
         )
@@ -128,7 +126,7 @@ def _lines(
 
 
 def _state(storage: QuantizedStorage) -> dict[str, str]:
-    """What casts have left in the weight and later casts go on from, as short texts."""
+    """Return the state that casts leave in the weight for later casts, as short texts."""
     state = {}
     for name in storage.form.state:
         buffer = storage.buffers[name].cpu()
@@ -138,15 +136,13 @@ def _state(storage: QuantizedStorage) -> dict[str, str]:
 
 
 def _read(lines: Sequence[str]) -> list[dict[str, str]]:
-    """What is common to all weights, then of each weight all that is known of it, of a rank's
-    lines.
-    """
+    """Parse a rank's lines: return what is common to all weights, then each weight's entries."""
     common, descriptions, *weights = map(json.loads, lines)
     return [common, *({**name, **descriptions[i], **state} for i, name, state in weights)]
 
 
 def _differing(a: dict[str, str], b: dict[str, str]) -> tuple[str, str]:
-    """The entries of both in which they differ; of two schemes no fields."""
+    """Return the entries in which both differ; for different schemes without their fields."""
     keys = [key for key in a | b if a.get(key) != b.get(key)]
     if "recipe" in keys:
         keys = keys[: keys.index("recipe") + 1]

@@ -1,29 +1,28 @@
-"""Exchange holds what ranks reduce before codes are cast: amaxes, and the errors of 4-over-6.
+"""Exchange: what ranks reduce before codes are cast: amaxes, and the errors of 4-over-6.
 
-Both lie in one buffer each, group after group and weight after weight, so that a group's entries
-are one contiguous tensor: one all-reduce. Of tensor-parallel shards some amaxes belong to the
-other shards, too; these few are reduced once more, over the ranks that hold the shards, in a buffer
-of their own. Which amaxes are reduced at all is said in "Note: full and boundary" in
-:mod:`zerocast.cast.amax_buffers`.
+Each is in one buffer, ordered by group and then by weight. A group's entries are contiguous, so
+they take one all-reduce. Some amaxes of a tensor-parallel shard belong to other shards, too. These
+few are reduced once more over the ranks that hold the shards, in a separate buffer. "Note: full and
+boundary" in :mod:`zerocast.cast.amax_buffers` says which amaxes are reduced.
 
 Note: a rank in trouble
 ~~~~~~~~~~~~~~~~~~~~~~~
 A rank that cannot cast (a master was resized, a launch failed) still takes part in the reduction of
-amaxes, and gives :data:`TROUBLE` for all of its entries. That is larger than any amax and any step,
-so every rank of its groups finds it where it would otherwise find the step: nobody waits for a rank
-that has left, and while all is well nothing is sent for it. Ranks of a group that does not meet a
-rank in trouble hear of it from those who do, in the reductions that follow.
+amaxes, and contributes :data:`TROUBLE` for all of its entries. It is larger than any amax and step,
+so every rank of its groups reads it in place of the step. No rank waits for a rank that has left,
+and nothing more is sent when there is no error. Groups without the failing rank receive the error
+in later reductions, from ranks that are also in its group.
 
-Where the host takes no part in a reduction (NCCL on a GPU) it does not wait to read an entry. There
-the rank in trouble raises by itself, and the scales that others make of reduced amaxes become NaN,
-and so do their codes.
+If the host takes no part in a reduction (NCCL on a GPU), it does not wait to read an entry. Then
+only the failing rank raises. The scales that the others compute from reduced amaxes become NaN, and
+so do their codes.
 
 Note: a rank at another step
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that leaves out a whole step, or makes one twice, calls the same collectives as the others,
-who cast another step's masters with it. So each group's entries end in the number of the step and
-in its negative: their maxima are the highest number and the lowest one of all ranks, and every rank
-that reads entries sees whether the two are one.
+A rank that skips or repeats a whole step calls the same collectives as the others, but with the
+masters of another step. So each group's entries end with the step number and its negative. Their
+maxima give the highest and the lowest step number of all ranks; every rank that reads entries
+checks that the two are equal.
 """
 
 from __future__ import annotations
@@ -42,25 +41,24 @@ from zerocast.numerics import FourOverSixErrors
 from zerocast.tensors import QuantizedStorage
 
 TROUBLE = 2**31 - 1
-"""Every entry of a rank that cannot cast: the bits of a NaN, above those of any amax or step."""
+"""Every entry of a rank that cannot cast: the bits of a NaN, larger than any amax or step."""
 
 
 class Exchange:
-    """The buffers of one plan.
+    """The buffers that the ranks of one plan reduce.
 
     Args:
         specs: the plan's weights, with what this rank owns of each.
-        members: by group the places of its weights, all weights once.
-        owners: by group those of its members.
-        tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
-        by_owner: by weight the planes whose scales their blocks' owners make.
+        members: for each group the indices of its weights; every weight is in one group.
+        owners: for each group the owners of its members.
+        tp_shards: for each tensor-parallel group the indices of the weights whose shards it holds.
+        by_owner: for each weight the planes whose scales are made by the owners of their blocks.
 
     Attributes:
         buffers: every weight's amaxes.
-        candidates: int32, what ranks exchange of what the blocks of 4-over-6 weights choose their
-            scales by.
-        candidates_of: by weight that chooses scales.
-        heard_by: the groups whose ranks all hear of a rank in trouble.
+        candidates: int32, what ranks reduce so that blocks of 4-over-6 weights can choose scales.
+        candidates_of: for each weight that chooses scales its part of ``candidates``.
+        heard_by: the groups whose ranks read the reduced entries and raise another rank's error.
     """
 
     def __init__(
@@ -82,19 +80,19 @@ class Exchange:
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
         self.heard_by = [
             comm
-            # Of tensor parallelism a rank may have no matrix where others have some.
+            # In a tensor-parallel group one rank may have no matrix while others have some.
             for comm in (*(comm for comm, own in members.items() if len(own) > 0), *tp_shards)
             if comm.size > 1 and (device.type == "cpu" or not comm.captures(device))
         ]
-        # By group of several ranks its entries, and of these the words for the step where this rank
+        # For each group of several ranks its entries, and the words for the step if this rank
         # reads them.
-        reads = [] if device.type == "meta" else self.heard_by  # which holds no values
+        reads = [] if device.type == "meta" else self.heard_by  # meta tensors hold no values
         self._groups = [
             (comm, entries, entries[-STEP_WORDS:] if comm in reads else None)
             for comm, entries in self.buffers.of_group.items()
             if comm.size > 1
         ]
-        # Shards that share no amax share one entry that says whether a rank is in trouble.
+        # Shards that share no amax share one entry, which carries TROUBLE.
         idle = [comm for comm, group in shared.items() if not group and comm in self.heard_by]
         sizes = {comm: len(group) for comm, group in shared.items() if group}
         sizes |= dict.fromkeys(idle, 1)
@@ -116,7 +114,7 @@ class Exchange:
             for at, i in enumerate(indices)
             if specs[i].storage.recipe.chooses_scales
         }
-        # Where its owner makes a block's scale, nobody else needs its choice.
+        # If a block's owner makes its scale, no other rank needs its choice.
         words = {
             i: FourOverSixErrors.words(specs[i].storage.grid, cut, choices=not by_owner[i])
             for i, cut in cuts.items()
@@ -139,8 +137,9 @@ class Exchange:
             self._candidates_of_group[comm] = self.candidates[start:end]
 
     def _shared_entries(self, tp_shards: Iterable[tuple[int, QuantizedStorage]]) -> list[int]:
-        """The places among the reduced amaxes of what ``tp_shards``, with their places, have in
-        common with the other shards.
+        """Return the indices, among the reduced amaxes, of those shared with other shards.
+
+        ``tp_shards`` are this rank's shards with the indices of their weights.
         """
         entries: dict[int, None] = {}
         for i, storage in tp_shards:
@@ -155,14 +154,15 @@ class Exchange:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All memory of the exchange, views among it."""
+        """All tensors of the exchange; some are views of others."""
         chosen = [candidates.choices for candidates in self.candidates_of.values()]
         own = self.candidates, *chosen, self._reduced, self._shared
         return [*self.buffers.tensors, *own]
 
     def follow_stream(self, others: Iterable[torch.Tensor] = ()) -> None:
-        """Tell torch which stream uses the buffers from now on, where it is another one: the memory
-        of a plan that is dropped waits for all of them, and so does that of ``others``.
+        """Record the current stream as a user of the buffers and of ``others``, if it is new.
+
+        The memory of a plan that is freed is then reused only after the work of all its streams.
         """
         if not self.candidates.is_cuda:
             return
@@ -173,16 +173,15 @@ class Exchange:
             self._streams.add(stream)
 
     def reduce_amax(self, step: int = 0, error: ZerocastError | None = None) -> None:
-        """Make every group's amaxes the largest of its ranks, and then those that
-        tensor-parallel shards have in common the largest of all shards.
+        """Reduce every group's amaxes, then those that tensor-parallel shards share, by MAX.
 
         Args:
-            step: the number of the step, which is compared modulo :data:`TROUBLE`.
-            error: why this rank cannot cast, if it cannot; its amaxes are of no matter then.
+            step: the step number, compared modulo :data:`TROUBLE`.
+            error: why this rank cannot cast, or None; with an error its amaxes are ignored.
 
         Raises:
-            ZerocastError: ``error``, on all ranks that hear of it.
-            RankMismatchError: on all ranks that hear of it, where two are not at the same step.
+            ZerocastError: ``error``, on all ranks of :attr:`heard_by`.
+            RankMismatchError: on all ranks of :attr:`heard_by`, if two are not at the same step.
         """
         heard, step = error is not None, step % TROUBLE
         self.buffers.give_cut()
@@ -215,14 +214,14 @@ class Exchange:
         comm.all_reduce_max_(entries)
 
     def reduce_candidates(self) -> None:
-        """Put every group's candidates together."""
+        """Sum every group's candidates over its ranks."""
         for comm, entries in self._candidates_of_group.items():
             if len(entries):
                 comm.all_reduce_sum_(entries)
 
 
 def _other_steps(comm: Communicator, step: int) -> RankMismatchError:
-    """The error that names the steps of all ranks of ``comm``. Collective."""
+    """Return the error that names the steps of all ranks of ``comm``. Collective."""
     steps = dict(enumerate(comm.all_gather_object(step)))
     return RankMismatchError(
         f"every rank must cast the masters of the same step, got, by rank, {steps}: a rank has "

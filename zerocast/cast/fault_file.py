@@ -1,14 +1,14 @@
-"""Fault files: all that it takes to repeat a cast on one machine, and the bytes that were found.
+"""Fault files: all that is needed to repeat a cast on one machine, and the bytes that were found.
 
-A file is one of safetensors: eight bytes with the length of a header in JSON, the header, and the
+A file has the safetensors format: eight bytes with the length of a JSON header, the header, and the
 tensors. It is written and read here without that package, and nothing in it is executed::
 
-    master           FP32, the whole weight's, or its tensor-parallel shard's
+    master           FP32, of the whole weight, or of its tensor-parallel shard
     amaxes           int32, of the cast by the reference
     before/<name>    the recipe state before the cast
     held/<name>      the buffers that the rank held
 
-What else describes the fault stands in the header, under ``__metadata__``, as JSON.
+The header also describes the fault, under ``__metadata__``, as JSON.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_fault(path: Path, fault: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a new file; ``fault`` is what JSON can hold.
+    """Write a new file; ``fault`` must be serializable as JSON.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: if it cannot be written.
     """
     described: dict[str, Any] = {
         "__metadata__": {"format": FORMAT, "fault": json.dumps(dict(fault))}
@@ -45,7 +45,7 @@ def write_fault(path: Path, fault: Mapping[str, Any], tensors: Mapping[str, torc
     data, end = list[bytes](), 0
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().contiguous()
-        # Not by numpy(): memory that was lent to NumPy cannot be resized, as FSDP2 does with it.
+        # Not numpy(): memory exported to NumPy cannot be resized, which FSDP2 does.
         data.append(ctypes.string_at(own.data_ptr(), own.nbytes))
         described[name] = {
             "dtype": _NAMES[own.dtype],
@@ -63,7 +63,7 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return what :func:`write_fault` was given.
 
     Raises:
-        InputError: for a file that is none, or is damaged.
+        InputError: for a file of another format, or a damaged one.
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -88,7 +88,7 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             if count:
                 flat = torch.frombuffer(bytearray(data[first:last]), dtype=dtype)
             tensors[name] = flat.view(shape)
-    except Exception as error:  # what a damaged header makes Python and torch raise
+    except Exception as error:  # whatever Python and torch raise for a damaged header
         raise InputError(
             f"{path} must be a file that verify wrote, a {FORMAT!r}, and is damaged or something "
             f"else: {type(error).__name__}: {error}."

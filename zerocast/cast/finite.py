@@ -1,6 +1,6 @@
-"""``check_finite``: a NaN or an infinity in a master weight becomes an error instead of NaN codes.
+"""``check_finite``: raises an error for a NaN or an infinity in a master instead of casting NaN.
 
-It judges the reduced amaxes, so every rank comes to the same verdict, and it does so before any
+It checks the reduced amaxes, so every rank has the same result, and it does so before any
 scale is written.
 """
 
@@ -26,19 +26,18 @@ def raise_if_not_finite(
     amaxes: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor | None],
 ) -> None:
-    """Raise :class:`NonFiniteError`, the same on every rank of every group, where an amax is not
-    finite.
+    """Raise :class:`NonFiniteError` if an amax is not finite, the same on every rank of all groups.
 
-    The amax is taken after rounding to the weight's nominal dtype, so a finite FP32 master can fail
-    here by overflowing FP16 or BF16; so can one of NVFP4 above :data:`LARGEST_NVFP4`, of which
-    decoding makes infinities. The message tells them apart. Collective.
+    The amax is taken after rounding to the weight's nominal dtype, so a finite FP32 master fails if
+    it overflows FP16 or BF16. An NVFP4 master above :data:`LARGEST_NVFP4` fails because it decodes
+    to infinities. The message distinguishes these. Collective.
 
     Args:
         comms: all groups of the cast.
-        members: by group that shares weights, the places of these in the lists that follow.
+        members: for each group that shares weights, their indices in the lists that follow.
         specs: the weights.
         amaxes: int32 [1] each, the reduced tensor amaxes.
-        masters: this rank's.
+        masters: this rank's masters.
     """
     bad: list[ShardSpec] = []
     troubles: list[int] = []
@@ -49,14 +48,14 @@ def raise_if_not_finite(
         found = [
             i for i, amax in zip(indices, reduced, strict=True) if amax > _largest_bits(specs[i])
         ]
-        # Asked of the ranks that own it, because weights may share an amax; and then of those that
-        # own other shards of it.
+        # Weights may share an amax, so the ranks that own each weight look for the cause; then
+        # those that own other tensor-parallel shards of it.
         bad += [specs[i] for i in found]
         own = [_trouble(specs[i], masters[i]) for i in found]
         troubles += _worst(comm, [trouble and trouble * _RANKS + comm.rank for trouble in own])
     tp_shards: dict[Communicator, list[int]] = {}
     for i, spec in enumerate(bad):
-        # Under other schemes a shard's tensor amax is its own, which these ranks have.
+        # Under other schemes a shard has a separate tensor amax, which these ranks have.
         if spec.storage.tp_shard is not None and spec.storage.recipe.scales_tensor:
             tp_shards.setdefault(spec.storage.tp_shard.require_comm(), []).append(i)
     for comm, indices in tp_shards.items():
@@ -83,7 +82,7 @@ def raise_if_not_finite(
 
 
 def _worst(comm: Communicator, troubles: Sequence[int]) -> list[int]:
-    """The largest numbers of the group's ranks; none are asked for where there are none."""
+    """Return the elementwise maxima over the group's ranks; an empty list takes no collective."""
     found = torch.tensor(troubles, dtype=torch.int32, device="cpu")
     if troubles:
         comm.all_reduce_max_(found)
@@ -91,10 +90,10 @@ def _worst(comm: Communicator, troubles: Sequence[int]) -> list[int]:
 
 
 _RANKS = 2**24
-"""Votes are a trouble times this, and the rank that has it: of the worst the last rank is named."""
+"""Votes are trouble * _RANKS + rank: the maximum is the worst trouble, and its last rank."""
 
 LARGEST_NVFP4 = FLT_MAX / E4M3.max
-"""The largest FP32 number that a block's scale can be multiplied by, as decoding does."""
+"""The largest FP32 number that decoding can multiply by a block's scale."""
 
 _LARGEST_NVFP4_BITS = struct.unpack("<i", struct.pack("<f", LARGEST_NVFP4))[0]
 
@@ -107,13 +106,13 @@ _TROUBLES = {
 
 
 def _largest_bits(spec: ShardSpec) -> int:
-    """The bits of the largest amax that is decoded to finite values."""
+    """Return the bits of the largest amax that is decoded to finite values."""
     is_nvfp4 = isinstance(spec.storage.recipe.numerics, NVFP4Numerics)
     return _LARGEST_NVFP4_BITS if is_nvfp4 else INFINITY_BITS - 1
 
 
 def _trouble(spec: ShardSpec, master: torch.Tensor | None) -> int:
-    """The worst of :data:`_TROUBLES` in this rank's shard, or 0."""
+    """Return the worst of :data:`_TROUBLES` in this rank's shard, or 0."""
     if master is None:
         return 0
     if bool(master.isnan().any()):

@@ -1,4 +1,4 @@
-"""The hook by which a module rebuilds stale derived copies before its forward."""
+"""The hook that rebuilds stale derived copies before a module's forward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zerocast.tensors import QuantizedStorage, QuantizedTensor, rebuild_derived
 def rebuild_before_forward(
     module: torch.nn.Module, planned: Iterable[QuantizedStorage]
 ) -> RemovableHandle:
-    """Let ``module`` rebuild the stale copies of those of its parameters that are ``planned``.
+    """Register a hook on ``module`` that rebuilds the stale copies of its ``planned`` parameters.
 
     Raises:
-        InputError: where it is no module, or has none of them.
+        InputError: if it is not a module, or has none of these parameters.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(

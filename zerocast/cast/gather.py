@@ -1,17 +1,17 @@
-"""The all-gather of codes, right for every partition.
+"""The all-gather of codes, for any partition.
 
-Rank r's chunk is the bytes of its shards, weight by weight in the plan's order; chunks follow each
-other in rank order. Where the weights' codes already lie in memory like that (views into one flat
-buffer that ranks own range by range, as ZeRO optimizers keep them, or one weight alone) the gather
-runs there in place: nothing is copied out, nor in but what was cast elsewhere. Otherwise the chunks
-are put into a staging buffer and are stored from there, nibble by nibble where two ranks share a
-byte. The same bytes travel either way, so ranks need not agree on which it is. Which it is, and
-where every byte goes, is decided once, and again where codes have moved; a gather is then one
-launch before the collective and one after it.
+Rank r's chunk is the bytes of its shards, weight by weight in the plan's order. Chunks are in rank
+order. If the weights' codes are in memory in this order, the gather runs in place. This is so for
+views into one flat buffer that ranks own in ranges, as in ZeRO optimizers, and for a single weight.
+Only codes that were cast into another buffer are then copied in. Otherwise the chunks are copied
+into a staging buffer and stored from it, nibble by nibble if two ranks share a byte. In both cases
+the same bytes are sent, so ranks may differ in this. The choice, and the destination of every byte,
+is made once, and again if codes have moved. A gather is one launch before the collective and one
+after it.
 
-On a CPU the gathers of a plan keep one staging buffer, of the largest of them, for the next: its
-allocator gives such memory back, and fetching the pages again took a tenth of a step. A GPU's
-keeps it by itself, and lends it to others meanwhile.
+On a CPU a plan keeps its largest staging buffer for the next gather: the CPU allocator returns such
+memory to the system, and mapping its pages again took a tenth of a step. On a GPU the caching
+allocator keeps it and can reuse it meanwhile.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.ledger import watch
 
 PLANES = ("rowwise_data", "columnwise_data")
-"""The codes that are gathered; columnwise ones where a recipe quantizes them independently."""
+"""The gathered planes; columnwise codes only if a recipe quantizes them independently."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One rank's bytes of one weight: ``staged`` is their range in the staging buffer."""
+    """One rank's bytes of one weight; ``staged`` is their range in the staging buffer."""
 
     rank: int
     weight: int
@@ -53,18 +53,18 @@ def code_gathers(
     owners: Mapping[Communicator, Owners],
     one_by_one_from: int | None = None,
 ) -> list[CodeGather]:
-    """The gathers of all planes of all groups.
+    """Return the gathers of all planes of all groups.
 
     Args:
         specs: the weights.
-        members: by group the places of its weights.
-        owners: by group those of its members.
-        one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
+        members: for each group the indices of its weights.
+        owners: for each group the owners of its members.
+        one_by_one_from: weights of at least this many elements are gathered alone; None: no weight.
     """
     gathers: list[CodeGather] = []
     spare: list[torch.Tensor] = []
     for comm, indices in members.items():
-        together: list[int] = []  # places among the members
+        together: list[int] = []  # indices into the members
         one_by_one: list[list[int]] = []
         for place, i in enumerate(indices):
             if one_by_one_from is not None and specs[i].storage.shape.numel() >= one_by_one_from:
@@ -83,8 +83,9 @@ def code_gathers(
 
 
 def require_codes(comms: Sequence[Communicator], gathers: Sequence[CodeGather]) -> None:
-    """Raise :class:`InputError` on all ranks where a weight lacks codes on any. Collective, unless
-    there are no ``gathers``.
+    """Raise :class:`InputError` on all ranks if a weight lacks codes on any.
+
+    Collective if there are ``gathers``.
     """
     if not gathers:
         return
@@ -96,15 +97,15 @@ def require_codes(comms: Sequence[Communicator], gathers: Sequence[CodeGather]) 
 
 
 class CodeGather:
-    """Gathers one plane of codes of one group's weights.
+    """A gather of one plane of codes of one group's weights.
 
     Args:
         comm: the group.
         specs: the group's weights as this rank sees them; those that do not gather this plane
-            are passed over.
-        owners: of the group's weights.
+            are skipped.
+        owners: the owners of the group's weights.
         plane: one of :data:`PLANES`.
-        spare: at most one staging buffer that no gather of the plan uses.
+        spare: at most one unused staging buffer, shared by all gathers of the plan.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class CodeGather:
         self._codes: list[torch.Tensor | None] = [None] * len(specs)
         self._is_cast_elsewhere = any(plane in spec.codes for spec in specs)
         self._watched = watch(())
-        # What is decided for codes at these addresses.
+        # Decided for codes at these addresses:
         self._is_decided = False
         self._in_place: torch.Tensor | None = None
         self._stage: LaunchOn | None = None
@@ -143,9 +144,9 @@ class CodeGather:
         self.look()
 
     def look(self) -> None:
-        """Find the weights' codes where they lie now, and forget what was prepared for codes that
-        have moved. Those that a rank has dropped since the cast are gathered as ever, for the other
-        ranks' sake.
+        """Find the weights' codes, and drop what was prepared for codes that have moved.
+
+        Codes that a weight has dropped since the cast are still gathered: other ranks need them.
         """
         for i, spec in enumerate(self._specs):
             codes = spec.storage.buffers.get(self._plane)
@@ -164,14 +165,15 @@ class CodeGather:
         return any(self._codes[chunk.weight] is None for chunk in self._chunks)
 
     def require_codes(self) -> None:
-        """Raise :class:`InputError` where a weight :attr:`lacks_codes`."""
+        """Raise :class:`InputError` if a weight :attr:`lacks_codes`."""
         self._follow()
         for chunk in self._chunks:
             self._flat(chunk.weight)
 
     def start(self) -> Callable[[], None]:
-        """Begin to make every rank hold the codes of all of them; what is returned ends it, and is
-        called once. Weights without codes of their own may be given buffers for them in between.
+        """Start the gather of all ranks' codes; return the function that ends it.
+
+        Call that function once. Weights without codes may be given buffers before that call.
         """
         with alone():
             buffer = self._filled()
@@ -183,15 +185,16 @@ class CodeGather:
             wait()
             with alone():
                 self._store_from(buffer)
-                # One that was left by an error is not used again: others may write it still.
+                # After an error the buffer is not kept: other ranks may still write it.
                 if self._device.type == "cpu":
                     self._spare[:] = [max([*self._spare, buffer], key=_memory)]
 
         return end
 
     def start_into(self, weights: Mapping[str, QuantizedStorage]) -> Callable[[], None]:
-        """:meth:`start`, of codes that others than the plan's weights receive, by name. The buffers
-        in which this rank's codes were cast are not held any more.
+        """Start the gather into ``weights``, by name, instead of the plan's weights.
+
+        The buffers in which this rank's codes were cast are released.
         """
         self._specs = [replace(spec, storage=weights[spec.name]) for spec in self._specs]
         self.look()
@@ -205,7 +208,7 @@ class CodeGather:
         return end
 
     def _filled(self) -> torch.Tensor:
-        """The weights' codes in gather order, or a staging buffer, with what this rank sends."""
+        """Return the codes in gather order, or a staging buffer, with what this rank sends."""
         buffer = self._find_in_place()
         if buffer is not None and not self._is_cast_elsewhere:
             return buffer
@@ -217,32 +220,32 @@ class CodeGather:
         return buffer
 
     def _find_in_place(self) -> torch.Tensor | None:
-        """The weights' codes as one flat tensor, where they lie in gather order."""
+        """Return the weights' codes as one flat tensor, if they are in gather order in memory."""
         self._follow()
         if not self._is_decided:
             self._in_place, self._is_decided = self._contiguous_codes(), True
         return self._in_place
 
-    @torch.inference_mode(False)  # what is made in it could not be written outside of it
+    @torch.inference_mode(False)  # a tensor made in it could not be written outside of it
     def _staging(self, size: int) -> torch.Tensor:
         if self._spare and _memory(self._spare[0]) >= size:
             return self._spare.pop().as_strided((size,), (1,))
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _store_from(self, staging: torch.Tensor) -> None:
-        """Store what ``staging`` holds, but for what stands there already."""
+        """Store what ``staging`` holds, except what is in the weights already."""
         self._follow()
         if self._store is None:
             self._store = self._backend.store_codes(*self._received())
         self._store(staging)
 
     def _follow(self) -> None:
-        """Look again where codes may have moved since."""
+        """Find the codes again if they may have moved."""
         if self._watched.is_announced or self._watched.changed():
             self.look()
 
     def _own_copies(self) -> list[CodeCopy]:
-        """What this rank sends."""
+        """Return the copies of what this rank sends."""
         copies = []
         for chunk in self._chunks:
             if chunk.rank == self._comm.rank:
@@ -257,14 +260,15 @@ class CodeGather:
         return copies
 
     def _lies_in_place(self, codes: torch.Tensor, chunk: _Chunk) -> bool:
-        """Whether what was cast elsewhere has been cast where it is gathered."""
+        """Return whether codes cast into another buffer are already at their gathered place."""
         if self._in_place is None:
             return False
         return codes.data_ptr() == self._flat(chunk.weight).data_ptr() + chunk.first
 
     def _received(self) -> tuple[list[CodeCopy], list[SharedByte]]:
-        """What is stored of the staging buffer: whole bytes, and bytes that two chunks share, in
-        whose halves each has its nibble; all but what stands in the weights already.
+        """Return what is stored from the staging buffer, except what is in the weights already.
+
+        These are whole bytes, and bytes that two chunks share, with one nibble of each.
         """
         copies: list[CodeCopy] = []
         halves: dict[tuple[int, int], dict[str, int]] = {}
@@ -291,7 +295,7 @@ class CodeGather:
         ]
 
     def _cut_bytes(self, chunk: _Chunk) -> tuple[int, int]:
-        """The bytes at the beginning and at the end of a chunk of which it has one nibble."""
+        """Return how many bytes (0 or 1) at each end of a chunk have one nibble of it only."""
         nibbles = self._specs[chunk.weight].storage.form.numerics.fmt.bits == 4
         return int(nibbles and chunk.extent.start % 2), int(nibbles and chunk.extent.end % 2)
 
@@ -305,7 +309,7 @@ class CodeGather:
         return codes.view(-1)
 
     def _contiguous_codes(self) -> torch.Tensor | None:
-        """The codes as one flat tensor in gather order, where that is how they lie in memory."""
+        """Return the codes as one flat tensor, if they are in gather order in memory."""
         if not self._chunks or (self._is_cast_elsewhere and None in self._codes):
             return None
         head = self._flat(self._chunks[0].weight)
@@ -313,7 +317,7 @@ class CodeGather:
             codes = self._flat(chunk.weight)
             if codes.untyped_storage().data_ptr() != head.untyped_storage().data_ptr():
                 return None
-            # This also tells a shared byte: it stands in two chunks, but once in memory.
+            # This also detects a shared byte: it is in two chunks, but once in memory.
             if codes.data_ptr() + chunk.first != head.data_ptr() + chunk.staged.start:
                 return None
         return head.as_strided((sum(self._counts),), (1,))

@@ -1,4 +1,4 @@
-"""The masters that a caller hands to a cast, checked on this rank alone."""
+"""Checks, on this rank alone, of the masters that a caller passes to a cast."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from zerocast.tensors import QuantizedStorage
 
 
 def check_list(argument: str, given: Any, weights: Sized) -> None:
-    """Raise :class:`InputError` where an argument is no list with an entry for each of the
-    ``weights``, in their order.
-    """
+    """Raise :class:`InputError` unless ``given`` is a list with one entry per weight."""
     is_list = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not is_list or isinstance(given, str | bytes | Mapping):
         raise InputError(
@@ -33,11 +31,12 @@ def check_list(argument: str, given: Any, weights: Sized) -> None:
 
 
 def as_tensors(master_weights: Any) -> Any:
-    """Masters that are no torch tensors but speak DLPack (CuPy arrays, say) as tensors of the same
-    memory; everything else as it is.
+    """Return masters that support DLPack (CuPy arrays, say) as torch tensors of the same memory.
+
+    Anything else is returned as it is.
 
     Raises:
-        InputError: for one whose memory cannot be shared.
+        InputError: if the memory of a master cannot be shared.
     """
     if not isinstance(master_weights, list | tuple):
         return master_weights
@@ -59,10 +58,10 @@ def _as_tensor(i: int, master: Any) -> Any:
 def extent_of(
     name: str, storage: QuantizedStorage, master: torch.Tensor | None, given: SupportsIndex | None
 ) -> Extent:
-    """The elements of the weight that ``master`` holds, from its first, the one at ``given``.
+    """Return the elements of the weight that ``master`` holds; ``given`` is the first one.
 
     Raises:
-        InputError: where they do not lie in the weight, or ``master`` cannot be read.
+        InputError: if they are not inside the weight, or ``master`` cannot be read.
     """
     numel = storage.shape.numel()
     if master is None:
@@ -91,17 +90,17 @@ def extent_of(
 
 
 def _as_int(value: object) -> int | None:
-    """The integer that ``value`` is, of numpy's or torch's types too; None where it is none."""
+    """Return ``value`` as an int, also if of numpy's or torch's types; None if it is not one."""
     if value is None or isinstance(value, bool):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # the question is whether it can
+        return operator.index(value)  # type: ignore[arg-type]  # raises if it cannot
     except TypeError:
         return None
 
 
 def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tensor) -> None:
-    """Raise :class:`InputError` where ``master`` cannot be read as a shard of the weight."""
+    """Raise :class:`InputError` if ``master`` cannot be read as a shard of the weight."""
     problem = why_unusable(master, NOMINAL_DTYPES, storage.device)
     if problem is not None:
         raise InputError(

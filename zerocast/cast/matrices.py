@@ -1,8 +1,8 @@
-"""Matrices: what a cast works on: each weight, and each matrix of a stack as a weight of its own.
+"""Matrices: the units of a cast: each weight that is not a stack, and each matrix of a stack.
 
-A plan is given stacks whole (:class:`zerocast.cast.shard_spec.ShardSpec`); its masters, gathers and
-addresses are theirs. Amaxes, choices, scales and launches are of single matrices, into which the
-stacks are taken apart here, and nowhere else.
+A plan is given whole stacks (:class:`zerocast.cast.shard_spec.ShardSpec`); masters, gathers and
+addresses refer to these. Amaxes, choices, scales and launches refer to single matrices. Only this
+module divides stacks into matrices.
 """
 
 from __future__ import annotations
@@ -26,39 +26,35 @@ class Matrices:
         specs: the weights.
 
     Attributes:
-        count: how many there are.
+        count: the number of matrices.
     """
 
     def __init__(self, specs: Sequence[ShardSpec]) -> None:
         self._specs, self.count = specs, 0
-        self._of: list[range] = []  # by the place of a weight, the places of its matrices
+        self._of: list[range] = []  # for each weight the indices of its matrices
         for spec in specs:
             self._of.append(range(self.count, self.count + spec.storage.form.num_matrices))
             self.count = self._of[-1].stop
 
     def specs(self) -> list[ShardSpec]:
-        """Return each matrix with what this rank owns of it, around the weights' buffers as they
-        lie now.
-        """
+        """Return each matrix with what this rank owns of it, as views of the current buffers."""
         found: list[ShardSpec] = []
         for spec in self._specs:
             found += _matrices(spec) if spec.storage.stack else [spec]
         return found
 
     def places(self, groups: Mapping[Communicator, Sequence[int]]) -> dict[Communicator, list[int]]:
-        """Return, by group, the places of the matrices of the weights at the places given."""
+        """Return for each group the indices of the matrices of its weights."""
         return dict(zip(groups, self.of_each(groups.values()), strict=True))
 
     def of_each(self, lists: Iterable[Sequence[int]]) -> list[list[int]]:
-        """Return, of each list of places of weights, those of their matrices."""
+        """Return for each list of indices of weights those of their matrices."""
         return [[at for i in places for at in self._of[i]] for places in lists]
 
     def owners(
         self, groups: Mapping[Communicator, Sequence[int]], owners: Mapping[Communicator, Owners]
     ) -> dict[Communicator, Owners]:
-        """Return, by group, who owns what of the matrices of its weights, whose ``owners`` are
-        given.
-        """
+        """Return for each group the owners of the matrices of its weights, given the ``owners``."""
         return {comm: self._owners(places, owners[comm]) for comm, places in groups.items()}
 
     def _owners(self, places: Sequence[int], owners: Owners) -> Owners:
@@ -67,8 +63,8 @@ class Matrices:
             return owners
         shapes = [self._specs[i].storage.shape for i in places]
         numel = torch.tensor([s.numel() for s in shapes], dtype=torch.int64, device="cpu")
-        numel = numel // counts.clamp(min=1)  # of none nobody owns anything
-        # Each shard, once for every matrix that it reaches: `number` is that of the weight.
+        numel = numel // counts.clamp(min=1)  # an empty stack has no owners
+        # Repeat each shard for every matrix that it reaches: `number` is that in the weight.
         size = numel[owners.weight]
         first, last = owners.start // size, (owners.end - 1) // size
         reached = last - first + 1
@@ -84,7 +80,7 @@ class Matrices:
         return Owners.of(int(counts.sum()), torch.stack(fields, dim=1))
 
     def masters(self, masters: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return what each matrix is cast from, of the masters of the weights; None for nothing."""
+        """Return for each matrix its part of the weight's master, or None."""
         cut: list[torch.Tensor | None] = []
         for spec, master in zip(self._specs, masters, strict=True):
             if master is None or not spec.storage.stack:
@@ -96,7 +92,7 @@ class Matrices:
         return cut
 
     def updates(self, updates: Sequence[AdamWUpdate | None]) -> list[AdamWUpdate | None]:
-        """Return what updates the master of each matrix, of those of the weights."""
+        """Return for each matrix its part of the weight's update, or None."""
         found: list[AdamWUpdate | None] = []
         for spec, update in zip(self._specs, updates, strict=True):
             if update is None or not spec.storage.stack:
@@ -126,7 +122,7 @@ def _matrices(spec: ShardSpec) -> list[ShardSpec]:
         codes = {
             name: spec.codes[name].view(-1)[begin - first : end - first] for name in spec.codes
         }
-        place = f"[{first_matrix + i}]"  # in the whole stack: tensor parallelism may split it
+        place = f"[{first_matrix + i}]"  # in the whole stack, which tensor parallelism may split
         group = None if spec.amax_group is None else f"{spec.amax_group}{place}"
         extent = own.shifted(-i * numel) if own else NOTHING
         matrix: QuantizedStorage = storage.matrix(i)

@@ -1,6 +1,6 @@
-"""CastPlan: a cast worked out once and run every step.
+"""CastPlan: a cast that is prepared once and run at every step.
 
-The steps and the words are in "Note: casting a sharded weight" in :mod:`zerocast.cast`.
+For the steps and terms see "Note: casting a sharded weight" in :mod:`zerocast.cast`.
 """
 
 from __future__ import annotations
@@ -37,65 +37,66 @@ _run_untraced = untraced(lambda step: step())
 
 
 class CastPlan(Uncopied):
-    """A cast of sharded masters into quantized model weights, planned once.
+    """A cast of sharded masters into quantized model weights, prepared once.
 
-    Making a plan is collective: every rank of every group makes it, with the same weights in the
-    same order. The ranks compare what they were given; an error of one is raised on all, and
-    nothing is written. After that :meth:`cast` is a constant number of launches and one all-reduce
-    a group, whatever the number of weights, and allocates nothing.
+    The constructor is collective: every rank of every group calls it with the same weights in the
+    same order. The ranks compare their arguments. An error on one rank is raised on all, and
+    nothing is written. :meth:`cast` then allocates nothing. It takes a constant number of launches,
+    and one all-reduce per group, for any number of weights.
 
-    Weights may be shards of larger ones (:class:`zerocast.TensorParallelShard`): their casts take
-    one small all-reduce more for each tensor-parallel group, and plan and casts are collective over
-    these groups, too. Masters and offsets are those of the tensor-parallel shard.
+    Weights may be tensor-parallel shards (:class:`zerocast.TensorParallelShard`). Their casts take
+    one more small all-reduce per tensor-parallel group. Constructor and casts are collective over
+    these groups, too. Masters and offsets refer to the tensor-parallel shard.
 
     Args:
-        model_weights: the quantized weights, whole on every rank. A tied weight is given once.
-        master_weights: for each weight this rank's shard, FP32, BF16 or FP16, contiguous, any
-            shape, as a torch tensor or another that supports DLPack (CuPy's); None or no elements
-            where the rank owns nothing. Values of 16 bits are read as they are, and give the bytes
-            of the same values in FP32; weights, and ranks, may differ in dtype. Every :meth:`cast`
-            reads them: update them in place, or give it new ones.
-        start_offsets: for each weight the element, in the flattened weight, at which the master
-            starts; None with a master of None.
+        model_weights: the quantized weights, whole on every rank. Give a tied weight once.
+        master_weights: for each weight this rank's shard: a torch tensor, or another that supports
+            DLPack (CuPy's). FP32, BF16 or FP16, contiguous, of any shape; None or no elements
+            if the rank owns nothing. 16-bit values are read as they are, and give the bytes of the
+            same values in FP32. Dtypes may differ between weights and ranks. Every :meth:`cast`
+            reads the masters: update them in place, or pass new ones.
+        start_offsets: for each weight the element of the flattened weight at which the master
+            starts; None if the master is None.
         group: the ranks that share the weights: a zerocast communicator, an mpi4py communicator, a
-            torch.distributed ProcessGroup, or None for the default group. A list or tuple of these
-            gives each weight its own (experts).
-        names: what error messages, exports and refits call the weights, each by another.
+            torch.distributed ProcessGroup, or None for the default group. A list or tuple gives
+            one group per weight (experts).
+        names: unique names of the weights for error messages, exports and refits.
         fsdp_shard_model_weights: for each weight None, or a uint8 buffer that receives the codes of
-            this rank's shard instead of the weight: ceil(end / 2) - floor(start / 2) bytes for
-            4-bit codes, one an element for 8-bit. A pair of buffers, rowwise and columnwise, for a
-            weight whose columnwise codes are quantized independently (MX, row-wise FP8).
-        manual_post_all_gather_processing: True: after the all-gather the caller calls
-            :func:`zerocast.post_all_gather_processing`, and a derived copy read before that is
-            refused. False: the next forward that uses a weight rebuilds its derived copies.
+            this rank's shard instead of the weight. It has ceil(end / 2) - floor(start / 2) bytes
+            for 4-bit codes, one byte per element for 8-bit codes. Give a pair (rowwise, columnwise)
+            if columnwise codes are quantized independently (MX, row-wise FP8).
+        manual_post_all_gather_processing: if True, the caller must call
+            :func:`zerocast.post_all_gather_processing` after the all-gather; reading a derived copy
+            before that raises. If False, the next forward of a weight rebuilds its derived copies.
         check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is
-            written, where a master holds a NaN or an infinity after rounding to the weight's dtype,
-            or one of NVFP4 what decodes to an infinity, above 7.595e35. Costs a host
-            synchronisation a cast.
-        amax_groups: weights that a server will fuse and that therefore share one tensor amax, by
+            written, if a master holds a NaN, or an infinity after rounding to the weight's dtype.
+            For NVFP4 also if it holds a value that decodes to an infinity (above 7.595e35). Costs
+            one host synchronisation per cast.
+        amax_groups: weights that a server fuses and that must share one tensor amax, as
             patterns of their ``names``: ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
-            :mod:`zerocast.cast.amax_groups`. Those that :func:`zerocast.nn.convert` grouped are,
-            too.
-        exchange: "full": every rank has every scale after :meth:`cast`, for callers who gather the
+            :mod:`zerocast.cast.amax_groups`. Groups that :func:`zerocast.nn.convert` made are kept.
+        exchange: "full": every rank has every scale after :meth:`cast`, for callers that gather the
             codes. "boundary": only the amaxes of tensors and of blocks that ranks share are
-            reduced, and scales are gathered with the codes in :meth:`all_gather`, or alone in
-            :meth:`all_gather_scales`; until then weights must not be read. The bytes are the same.
+            reduced. :meth:`all_gather` gathers the scales with the codes, :meth:`all_gather_scales`
+            gathers them alone; do not read weights before. The bytes are the same.
             See :mod:`zerocast.cast.amax_buffers`.
-        verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or in "full"
-            a whole cast of some weight, too. See :mod:`zerocast.cast.verified`.
-        scope: what a cast looks at for memory that has moved: every "tensor", or one of each
-            "storage", for callers who alone have the masters, and let torch count the writes.
+        verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or for "full"
+            also a whole cast of one weight. See :mod:`zerocast.cast.verified`.
+        scope: what each cast checks for moved memory: every "tensor", or one tensor of each
+            "storage". Use "storage" only if no other code has the masters, and torch counts their
+            writes.
 
     Attributes:
-        pipeline: the steps of :meth:`cast`: what a profiler runs one by one instead.
+        pipeline: the steps of :meth:`cast`; a profiler runs them one by one instead.
         step: the number of casts. A caller that counts steps sets it before each :meth:`cast`, on
-            every rank; ranks compare it there, without a further collective, and under ``verify``.
-        fingerprints: a number for each group, and then for each tensor-parallel group; ranks of one
-            plan have the same one.
+            every rank. Ranks compare it in that cast, without another collective, and in
+            ``verify``.
+        fingerprints: one number per group, then one per tensor-parallel group; equal on all ranks
+            of one plan.
 
     Raises:
-        InputError: on every rank, for a wrong argument on any.
-        RankMismatchError: on every rank, where weights, order, recipes or shards do not fit.
+        InputError: on every rank, if an argument is wrong on any.
+        RankMismatchError: on every rank, if weights, order, recipes or shards do not match.
     """
 
     instead = "make a plan of the other weights and masters"
@@ -116,7 +117,7 @@ class CastPlan(Uncopied):
         verify: VerifyMode = "off",
         scope: Scope = "tensor",
     ) -> None:
-        # What has no length is refused below, on all ranks together.
+        # An argument without a length is refused below, on all ranks together.
         count = len(model_weights) if isinstance(model_weights, Sized) else 0
         members = self._members = members_by_group(group, count)
         tp_shards: dict[Communicator, list[int]] = {}
@@ -155,7 +156,7 @@ class CastPlan(Uncopied):
 
     @property
     def step(self) -> int:
-        """The number of casts, as described above."""
+        """The number of casts; see the class."""
         return self._cast.step
 
     @step.setter
@@ -171,20 +172,21 @@ class CastPlan(Uncopied):
 
     @untraced
     def cast(self, master_weights: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Cast this rank's shards: afterwards scales, amax and padding are right on every rank, and
-        this rank's codes.
+        """Cast this rank's shards.
+
+        Afterwards every rank has correct scales, amaxes and padding, and its own codes.
 
         Args:
-            master_weights: other tensors to read the masters from, from now on; of the sizes that
-                the plan was made with. Some ranks may give them and others not: they travel with
-                no collective of their own.
+            master_weights: tensors to read the masters from, now and in later casts, of the sizes
+                that the plan was made with. Ranks may differ in whether they pass them: this takes
+                no collective.
 
         Raises:
-            InputError: on every rank, for ``master_weights`` that do not fit, or masters and
-                weights that are no longer what the plan was made for, on any; see "Note: a rank in
-                trouble" in :mod:`zerocast.cast.exchange` for where only that rank can raise. No
-                scale has been written, and no code but those that are cast before the reduction
-                (under delayed scaling, and of whole blocks); the next cast writes them again.
+            InputError: on every rank, if ``master_weights`` do not match, or masters or weights
+                are no longer those of the plan, on any rank. "Note: a rank in trouble" in
+                :mod:`zerocast.cast.exchange` says when only that rank raises. No scale has been
+                written, and only the codes that are cast before the reduction (under delayed
+                scaling, and of whole blocks); the next cast writes them again.
             NonFiniteError: on every rank, with ``check_finite``; nothing has been written.
         """
         self._cast.attempt.error = None
@@ -197,17 +199,20 @@ class CastPlan(Uncopied):
     def cast_and_release(
         self, master_weights: Sequence[torch.Tensor | None], uncounted: object = None
     ) -> None:
-        """Cast from masters that are known to fit, and keep none of them alive; of several threads
-        one after another. ``uncounted`` changes with writes of masters that torch does not count.
+        """Cast from masters that are known to match, and keep no reference to them.
+
+        Threads run this one after another. ``uncounted`` is a value that changes with each write of
+        masters that torch does not count.
         """
         with self._prepared.for_one_call(uncounted):
             self.cast(master_weights)
 
     @untraced
     def all_gather(self) -> None:
-        """Bring every rank's codes to every rank, right for every partition, and rebuild the
-        derived copies. Then compare, with ``verify``: :class:`VerificationError` on every rank,
-        where one holds other bytes than were cast.
+        """Gather the codes of all ranks, for any partition, and rebuild the derived copies.
+
+        Then compare, with ``verify``; raise :class:`VerificationError` on every rank if one holds
+        other bytes than were cast.
         """
         gathers = self._cast.gathers
         check_capture(self._cast.device, self._members)
@@ -223,13 +228,13 @@ class CastPlan(Uncopied):
 
     @untraced
     def verify(self) -> None:
-        """Compare all that ranks hold, as :meth:`all_gather`, for callers who gather themselves."""
+        """Compare what ranks hold, as :meth:`all_gather` does, for callers that gather codes."""
         with announcing(self._comms):
             self._verification.check(self.step)
 
     @untraced
     def all_gather_scales(self) -> None:
-        """Bring the scales that each rank made to every rank, where the exchange is "boundary"."""
+        """Gather the scales of all ranks, if the exchange is "boundary"."""
         with announcing(self._comms):
             self._cast.gather_scales()
 
@@ -239,19 +244,20 @@ class CastPlan(Uncopied):
         self._cast.rebuild_copies()
 
     def post_all_gather_hook(self, module: torch.nn.Module) -> RemovableHandle:
-        """Let ``module`` rebuild the stale derived copies of its weights in this plan before its
-        forward, once a cast, for frameworks that all-gather there; returns the hook's handle.
+        """Let ``module`` rebuild stale derived copies of its weights in this plan before forward.
+
+        For frameworks that all-gather before forward. Return the hook's handle.
 
         Raises:
-            InputError: where ``module`` has no parameter that belongs to this plan.
+            InputError: if ``module`` has no parameter that belongs to this plan.
         """
         return rebuild_before_forward(module, [spec.storage for spec in self._cast.specs])
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        """Read the masters from these tensors from now on: FP32, BF16 or FP16, on the device and of
-        the sizes that the plan was made with.
+        """Read the masters from these tensors from now on.
 
-        Collective. Raises :class:`InputError` on every rank, for a wrong tensor on any.
+        They are FP32, BF16 or FP16, on the device and of the sizes that the plan was made with.
+        Collective. Raise :class:`InputError` on every rank, for a wrong tensor on any.
         """
         attempt = Attempt()
         with attempt:
@@ -269,34 +275,36 @@ class CastPlan(Uncopied):
         return self._prepared.update(self._version, updates, masters, uncounted)
 
     def fail(self, error: ZerocastError) -> None:
-        """Let the cast whose steps are run next raise ``error`` on all ranks, with the amaxes."""
+        """Let the next cast raise ``error`` on all ranks, in its reduction of amaxes."""
         self._cast.attempt.error = error
 
     # --- for callers that gather codes themselves ---
 
     def casts_begin(self, what: str) -> None:
-        """Let every cast begin ``what``, the caller's gather: until :meth:`end_writing` of it,
-        reading a weight raises :class:`zerocast.UnfinishedStepError` by this name.
+        """Let every cast begin ``what``, a gather that the caller runs.
+
+        Until :meth:`end_writing` of it, reading a weight raises
+        :class:`zerocast.UnfinishedStepError` with this name.
         """
         self._version.begun_by_casts.add(what)
 
     def end_writing(self, what: str) -> None:
-        """Note that ``what`` has written all that it was to write."""
+        """Record that ``what`` has finished writing."""
         self._version.end(what)
 
     def staged(self, stages: Sequence[Sequence[int]]) -> list[Callable[[], None]]:
-        """Return what takes the place of the step "partial_cast": functions of which each casts the
-        weights of one stage, in order. These may be gathered from then on. The bytes are the same.
+        """Return functions that replace the step "partial_cast", one per stage.
+
+        Call them in order; each casts the weights of its stage, which may be gathered from then on.
+        The bytes are the same.
 
         Args:
-            stages: the places of the weights of each stage, all weights once.
+            stages: for each stage the indices of its weights; every weight is in one stage.
         """
         return self._cast.staged(stages)
 
     def shards(self) -> list[tuple[ShardSpec, torch.Tensor | None, Communicator]]:
-        """Return of each weight what this rank owns, the master as it is bound now, and the ranks
-        that share it.
-        """
+        """Return for each weight this rank's spec, the bound master, and the ranks sharing it."""
         comms = {i: comm for comm, indices in self._members.items() for i in indices}
         bound = zip(self._cast.specs, self._prepared.bound, strict=True)
         return [(spec, master, comms[i]) for i, (spec, master) in enumerate(bound)]

@@ -1,7 +1,7 @@
-"""The plans that calls without one made earlier for the same weights.
+"""The plans that functional calls made earlier for the same weights.
 
-A plan holds its weights, so no table may hold the plan: it lies with the first of its weights
-(:attr:`QuantizedStorage.plans`) and is freed together with them.
+A plan refers to its weights, so no global table may refer to the plan. It is kept in the first of
+its weights (:attr:`QuantizedStorage.plans`) and is freed together with them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from zerocast.cast.plan import CastPlan
 
 PLANS_KEPT = 4
-"""Plans kept with a weight: an optimizer needs one, a caller that alternates a few."""
+"""Plans kept per weight: an optimizer needs one, a caller that alternates a few."""
 
 
 def find_plan(storages: Sequence[QuantizedStorage], key: Hashable) -> CastPlan | None:
-    """The plan that was kept for these weights under ``key``, which says all else that it depends
-    on.
+    """Return the plan kept for these weights under ``key``, or None.
+
+    ``key`` identifies everything else that the plan depends on.
     """
     return storages[0].plans.get(_key(storages, key)) if storages else None
 
 
 def keep_plan(storages: Sequence[QuantizedStorage], key: Hashable, plan: CastPlan) -> CastPlan:
-    """Keep ``plan``, in the place of the oldest one where there are :data:`PLANS_KEPT`."""
+    """Keep ``plan``; drop the oldest one if there are more than :data:`PLANS_KEPT`."""
     if storages:
         plans = storages[0].plans
         plans[_key(storages, key)] = plan
@@ -36,10 +37,10 @@ def keep_plan(storages: Sequence[QuantizedStorage], key: Hashable, plan: CastPla
 
 
 def drop_plan(storages: Sequence[QuantizedStorage], key: Hashable) -> None:
-    """Free the plan that was kept for these weights under ``key``, if there is one."""
+    """Drop the plan kept for these weights under ``key``, if there is one."""
     storages[0].plans.pop(_key(storages, key), None)
 
 
 def _key(storages: Sequence[QuantizedStorage], key: Hashable) -> Hashable:
-    # No other weight has one of these numbers as long as the plan holds these weights.
+    # No other weight has one of these ids as long as the plan keeps these weights alive.
     return tuple(map(id, storages)), key

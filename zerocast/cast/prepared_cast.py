@@ -1,13 +1,13 @@
-"""PreparedCast: the launches of a plan, for the memory of weights and masters as it lies.
+"""PreparedCast: the launches of a plan, for the current memory of weights and masters.
 
 Note: amaxes that an optimizer took
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An update that writes masters has them at hand, so :meth:`PreparedCast.update` measures them in the
-same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of whole blocks. The
-next cast begins with these amaxes where they are those of the masters as they are, and these codes
-stand: if since then no master or weight was written, by torch's count of writes, and none moved.
-Otherwise it measures again and writes all codes, and so does every later cast. A write that torch
-does not count (through ``.data``) must not come between the update and the cast.
+An update that writes masters has their values at hand. :meth:`PreparedCast.update` measures their
+amaxes in the same pass (:meth:`zerocast.numerics.Backend.adamw_cast`), and writes the codes of
+whole blocks. The next cast uses these amaxes and codes if since then, by torch's count of writes,
+no master or weight was written, and none moved. Otherwise it measures again and writes all codes,
+as does every later cast. A write that torch does not count (through ``.data``) must not come
+between the update and the cast.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from zerocast.tensors.untraced import untraced
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Make what a plan keeps: outside of inference mode, and with Python's collector paused. It
-    looks again at all objects that there are whenever a quarter more are kept, which took 4 of the
-    14 s of planning 100,000 weights, and finds nothing: what is made here is kept.
+    """Make what a plan keeps, outside of inference mode and with Python's garbage collector paused.
+
+    The collector scans all objects whenever their number has grown by a quarter. That took 4 of
+    the 14 s of planning 100,000 weights, and frees nothing, because a plan keeps what it makes.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -60,29 +61,29 @@ class PreparedCast:
     """The launches of a plan, the masters that they read, and the addresses that they hold.
 
     Args:
-        weights: the plan's, in order.
+        weights: the plan's weights, in order.
         master_weights: this rank's shards of their masters.
         specs: the same weights as checked.
-        collectives: what ranks send each other, and the matrices that the weights are made of.
+        collectives: the collectives of the cast, and the matrices of the weights.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
-        scope: which of the tensors each call looks at (:mod:`zerocast.tensors.ledger`).
+        scope: which of the tensors each call checks (:mod:`zerocast.tensors.ledger`).
 
     Attributes:
         steps: the launches.
-        matrices: what is cast: the weights, and the matrices of those that are stacks.
-        masters: what they read.
-        bound: by weight the master that they read; None where this rank owns nothing.
-        addresses: where the weights' buffers lay when the launches were prepared.
-        calls_functions: whether functions of the caller's make scales.
-        own_scales: by matrix, and by the name of a plane, the scales that this rank makes for all.
+        matrices: what is cast: the weights, or the matrices of a weight that is a stack.
+        masters: what the launches read.
+        bound: for each weight the master that they read; None if this rank owns nothing.
+        addresses: the addresses of the weights' buffers for which the launches were prepared.
+        calls_functions: whether functions of the caller compute scales.
+        own_scales: by matrix and plane name, the scales that this rank makes for all.
         gathered_scales: the memory of the scales that ranks gather, if they do.
 
     Raises:
-        InputError: where weights share memory, a master does not fit or overlaps one, or a function
-            does not give an amax.
+        InputError: if weights share memory, a master does not match or overlaps a weight, or a
+            function does not return an amax.
     """
 
-    # What is made in inference mode could not be written outside of it.
+    # A tensor made in inference mode could not be written outside of it.
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -103,13 +104,13 @@ class PreparedCast:
         self._uncounted: object = None
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
-        lying = () if self._device.type == "meta" else specs  # whose weights have no memory
+        lying = () if self._device.type == "meta" else specs  # meta weights have no memory
         self.addresses = Addresses(weights, lying, scope)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()
         self._is_in_graph = False
-        self._in_graphs: list[CastSteps] = []  # which repeat them as long as the plan lives
+        self._in_graphs: list[CastSteps] = []  # CUDA graphs replay them while the plan lives
         self._check_overlap(master_weights)
         self.bind(master_weights)
         self._prepare()
@@ -118,7 +119,7 @@ class PreparedCast:
         """Read these masters from now on.
 
         Raises:
-            InputError: where they do not fit.
+            InputError: if they do not match.
         """
         check_list("master_weights", master_weights, self._specs)
         for spec, master in zip(self._specs, master_weights, strict=True):
@@ -140,7 +141,7 @@ class PreparedCast:
         )
 
     def bind(self, master_weights: Sequence[torch.Tensor | None]) -> None:
-        """Read these masters, which are known to fit, from now on."""
+        """Read these masters, which are known to match, from now on."""
         pairs = zip(self._specs, master_weights, strict=True)
         self.bound = [master if spec.extent else None for spec, master in pairs]
         self.masters.bind(self._matrices.masters(self.bound))
@@ -149,8 +150,9 @@ class PreparedCast:
 
     @contextmanager
     def for_one_call(self, uncounted: object = None) -> Iterator[None]:
-        """Keep no master alive afterwards, of several threads one after another. ``uncounted``
-        changes with writes of the masters that torch does not count.
+        """Keep no reference to masters afterwards. Threads run this one after another.
+
+        ``uncounted`` is a value that changes with each write of masters that torch does not count.
         """
         with self._one_thread:
             self._uncounted = uncounted
@@ -160,14 +162,12 @@ class PreparedCast:
                 self.bind([None] * len(self._specs))
 
     def divide(self, stages: Sequence[Sequence[int]]) -> None:
-        """Let each of ``stages``, places of weights, be cast by itself."""
+        """Make the weights of each stage, given by their indices, a separate cast."""
         self._stages = self._matrices.of_each(stages)
         self._prepare()
 
     def follow_moves(self) -> None:
-        """Prepare again where a weight has moved (``replace_raw_data``, ``.data =``) since the last
-        time.
-        """
+        """Prepare again if a weight has moved since (``replace_raw_data``, ``.data =``)."""
         if self.addresses.have_moved():
             self.addresses.look()
             for gather in self._collectives.code_gathers:
@@ -179,9 +179,7 @@ class PreparedCast:
         self._is_in_graph |= is_captured(self._device)
 
     def start_scales(self) -> Callable[[], None]:
-        """Begin to gather the scales that ranks made; what is returned ends that, and stores
-        them.
-        """
+        """Start the gather of scales; return the function that ends it and stores the scales."""
         waits = [gather.start() for gather in self._scale_gathers]
 
         def finish() -> None:
@@ -215,8 +213,9 @@ class PreparedCast:
 
     @untraced
     def measure(self, version: CastVersion, attempt: Attempt) -> None:
-        """Take the amaxes of the masters, and write what codes wait for nothing, but where an
-        update has just done so; nothing after an error.
+        """Measure the amaxes of the masters, and write the codes that need no reduction.
+
+        Skip this if an update has just done it, or after an error.
         """
         amaxes_of, self._amaxes_of = self._amaxes_of, None
         if attempt.error is not None:
@@ -234,11 +233,11 @@ class PreparedCast:
         masters: Sequence[torch.Tensor | None] | None = None,
         uncounted: object = None,
     ) -> list[AdamWUpdate]:
-        """Make those of ``updates`` that are of masters, and measure all masters; return the
-        others, and all where a cast must write nothing before its amaxes were judged.
+        """Apply the updates of this plan's masters, and measure all masters; return the others.
 
-        ``masters`` known to fit are held by this call alone. Codes stay those of the latest cast
-        then: all updates are returned where one would write codes.
+        Return all updates if a cast must write nothing before its amaxes were judged.
+        ``masters``, which are known to match, are kept for this call only. Codes then stay those
+        of the latest cast: all updates are returned if applying one would write codes.
         """
         if masters is not None:
             if self.steps.writes_early:
@@ -264,13 +263,13 @@ class PreparedCast:
         return others
 
     def _follow(self) -> None:
-        """Prepare again where a weight has moved, and bind the masters where one has."""
+        """Prepare again if a weight has moved, and bind the masters again if one has."""
         self.follow_moves()
         if self._watched.changed():
             self.rebind(self.bound)
 
     def _begin(self, version: CastVersion, *, writes: bool) -> None:
-        """Clear the amaxes, and take the codes for written where they will be."""
+        """Clear the amaxes; with ``writes``, count the codes as written."""
         exchange = self._collectives.exchange
         exchange.follow_stream(self.gathered_scales)
         exchange.buffers.clear()
@@ -278,9 +277,10 @@ class PreparedCast:
             version.tick(self.addresses.written)
 
     def _masters_now(self) -> tuple[object, ...]:
-        """What amaxes are taken of, unequal where that has changed: the launches, which are made
-        again where a weight has moved, the addresses of masters, and writes of masters and weights.
-        It keeps no master alive.
+        """Return a value that changes if measured amaxes no longer apply.
+
+        It holds the launches, which are new if a weight has moved, the addresses of the masters,
+        and the writes of masters and weights. It keeps no master alive.
         """
         written = look_at([*self._watched.tensors, *self.addresses.written], WRITES)
         return self.steps, self.masters.table.tolist(), written, self._uncounted
@@ -303,8 +303,9 @@ class PreparedCast:
 
 
 def _try_function(storage: QuantizedStorage) -> bool:
-    """Whether a function of the caller's makes the weight's scales. It is called once, on a copy of
-    what it will be given: :class:`InputError` where it does not give what it has to.
+    """Return whether a function of the caller computes the weight's scales.
+
+    Call it once, on a copy of its argument; raise :class:`InputError` if it returns no amax.
     """
     numerics = storage.form.numerics
     if not (isinstance(numerics, Float8DelayedNumerics) and callable(numerics.amax_compute_algo)):

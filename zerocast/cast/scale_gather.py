@@ -1,12 +1,12 @@
-"""ScaleGather: the scales that their blocks' owners made, brought to every rank.
+"""ScaleGather: the all-gather of the scales that the owners of blocks made.
 
-They travel one a block, and without the repeats and the padding of stored planes, which are made
-after the gather (``expand_scales``). Rank r's part is its scales, weight by weight and plane by
-plane; parts follow each other in rank order. Where one rank owns all blocks of a plane, its scales
-are read where they arrive; those that several ranks own are put together first.
+One scale per block is sent, without the repeats and padding of stored planes; ``expand_scales``
+makes these after the gather. Rank r's part is its scales, weight by weight and plane by
+plane; parts are in rank order. If one rank owns all blocks of a plane, its scales are read from the
+gather buffer. If several ranks own them, they are first copied together.
 
-Each part is cut into segments of whole words, one a plane, so that scales of any dtype may stand in
-one buffer: one all-gather for all planes of a group.
+Each part consists of aligned segments, one per plane, so that one buffer holds scales of any dtype:
+one all-gather for all planes of a group.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from zerocast.tensors import QuantizedStorage
 from zerocast.tensors.owned_shard import OwnedShard, OwnScales
 
 _ALIGNMENT = 16
-"""Bytes: what a kernel stores at once."""
+"""In bytes: what a kernel stores at once."""
 
 _Part: TypeAlias = "tuple[range, torch.Tensor]"
-"""Blocks of a plane that one rank owns, and where their scales arrive."""
+"""Blocks of a plane that one rank owns, and the part of the gather buffer with their scales."""
 
 
 def scale_gathers(
@@ -35,14 +35,15 @@ def scale_gathers(
     owners: Mapping[Communicator, Owners],
     by_owner: Sequence[Sequence[Plane]],
 ) -> list[ScaleGather]:
-    """The gathers of all groups of which any rank makes scales for the others, but for those that
-    their caller gathers.
+    """Return the gathers of the groups in which owners of blocks make scales for the other ranks.
+
+    Scales that the caller gathers (:class:`OwnedShard`) are left out.
 
     Args:
         specs: the weights.
-        members: by group the places of its weights.
-        owners: by group those of its members.
-        by_owner: by weight the planes whose scales their blocks' owners make.
+        members: for each group the indices of its weights.
+        owners: for each group the owners of its members.
+        by_owner: for each weight the planes whose scales are made by the owners of their blocks.
     """
     pairs = zip(specs, by_owner, strict=True)
     planes = [[] if isinstance(spec.storage, OwnedShard) else own for spec, own in pairs]
@@ -54,18 +55,18 @@ def scale_gathers(
 
 
 class ScaleGather:
-    """The scales of one group's weights, one a block, as they travel.
+    """The gather of the scales of one group's weights, one per block.
 
     Args:
         comm: the group.
-        weights: by place in the plan those of the group, in order, and the planes whose scales
-            travel.
-        owners: of these, counted from 0.
-        is_kept: whether :attr:`compact` has memory from now on, for every gather; else after one.
+        weights: the group's weights in order, by index in the plan, with the planes whose scales
+            are gathered.
+        owners: the owners of these weights, counted from 0.
+        is_kept: allocate :attr:`compact` now, for every gather; otherwise after the first gather.
 
     Attributes:
-        own: by place in the plan and name of a plane, what this rank makes.
-        compact: by the same, all scales of the plane, once gathered.
+        own: by index in the plan and plane name, the scales that this rank makes.
+        compact: by the same keys, all scales of the plane, once gathered.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ScaleGather:
         planes = {i: of_weight for i, (_, of_weight) in weights.items()}
         places = list(weights)
         dtypes = {i: storage.form.numerics.scale_dtype for i, (storage, _) in weights.items()}
-        # Of each plane the ranks that own blocks, which, and the first byte of their scales.
+        # For each plane the ranks that own blocks, the blocks, and the first byte of their scales.
         segments: dict[tuple[int, str], list[tuple[int, range, int]]] = {
             (i, plane.name): [] for i in weights for plane in planes[i]
         }
@@ -116,13 +117,14 @@ class ScaleGather:
                 self._make_room()
 
     def _arrived(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many scales from a byte on, as they arrive."""
+        """Return the part of the gather buffer with ``count`` scales from byte ``first``."""
         begin = first // dtype.itemsize
         return self._typed[dtype][begin : begin + count]
 
     def _make_room(self) -> None:
-        """Make room where all scales of one plane are put together after a gather, for the planes
-        that have none; a single part stays where it arrives.
+        """Allocate the tensors in which scales of several parts are copied together, once.
+
+        The scales of a plane with a single part are read from the gather buffer.
         """
         while self._without_room:
             i, name, parts, dtype = self._without_room.pop()
@@ -137,11 +139,11 @@ class ScaleGather:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All memory of the scales as they travel."""
+        """All memory of the gather."""
         return [self._gathered, *(each for of in self.compact.values() for each in of.values())]
 
     def start(self) -> Callable[[], None]:
-        """Begin to make every rank hold the scales of all of them; what is returned ends it."""
+        """Start the gather of all ranks' scales; return the function that ends it."""
         wait = self._comm.start_all_gather_(self._gathered, self._counts)
 
         def finish() -> None:

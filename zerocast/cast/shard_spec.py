@@ -1,7 +1,7 @@
-"""ShardSpec: what a caller hands to a cast, checked on this rank before anything is written.
+"""ShardSpec: what a caller passes to a cast, checked on this rank before anything is written.
 
-The checks that need other ranks (does everybody mean the same weights, do the shards cover them)
-are in :mod:`zerocast.cast.consistency`.
+The checks that need other ranks (are the weights the same, do the shards cover them) are in
+:mod:`zerocast.cast.consistency`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from zerocast.tensors.owned_shard import OwnedShard
 from zerocast.tensors.wrapped_names import without_wrappers
 
 OwnCodes: TypeAlias = "Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None]"
-"""By weight None, or the buffer that receives the codes of this rank's shard; a pair of buffers for
-a weight with two planes."""
+"""For each weight None, or the buffer that receives the codes of this rank's shard; a pair of
+buffers for a weight with two planes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class ShardSpec:
     """One weight and what this rank owns of it.
 
     Attributes:
-        name: what error messages call the weight.
+        name: the weight's name in error messages.
         is_named: whether the caller gave that name, so that ranks can compare it.
         storage: the weight's bytes.
         extent: the elements that this rank's master holds.
-        codes: by the names of the weight's gathered buffers, uint8 buffers of the caller's that
-            receive the shard's codes instead of the weight; empty where the weight receives them.
-        amax_group: weights with the same one share their tensor amax; None for a weight of its own.
+        codes: the caller's uint8 buffers that receive the shard's codes instead of the weight, by
+            the names of the weight's gathered buffers; empty if the weight receives them.
+        amax_group: a label; weights with the same one share their tensor amax. None: not shared.
     """
 
     name: str
@@ -50,14 +50,12 @@ class ShardSpec:
     amax_group: str | None
 
     def own_codes(self, plane: str) -> torch.Tensor | None:
-        """The buffer of :attr:`codes` for ``plane``, flat, as it lies now."""
+        """Return the buffer of :attr:`codes` for ``plane``, flat, or None."""
         codes = self.codes.get(plane)
         return None if codes is None else codes.view(-1)
 
     def check_own_codes(self) -> None:
-        """Raise :class:`InputError` where :attr:`codes` are not what they have to be, or no
-        longer.
-        """
+        """Raise :class:`InputError` if :attr:`codes` are not, or no longer, as required."""
         for codes in self.codes.values():
             _check_buffer(self.name, self.storage, self.extent, codes)
 
@@ -70,8 +68,7 @@ def check_specs(
     names: Sequence[str] | None,
     amax_groups: Patterns = (),
 ) -> list[ShardSpec]:
-    """The checked weights, one :class:`ShardSpec` each, in order; the arguments are those of
-    :class:`zerocast.CastPlan`.
+    """Check the arguments of :class:`zerocast.CastPlan`; return one :class:`ShardSpec` per weight.
 
     Raises:
         InputError: what is required, what was given and for which weight.
@@ -145,8 +142,9 @@ def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
 
 
 def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = True) -> None:
-    """Raise :class:`InputError` where a cast from shards of its master cannot fill the weight, or
-    without ``holds_codes`` what of it is no code.
+    """Raise :class:`InputError` if a cast from master shards cannot fill the weight.
+
+    With ``holds_codes=False`` the weight needs only its buffers other than codes.
     """
     if Source.TRANSPOSED_MASTER in (plane.source for plane in storage.planes):
         raise InputError(
@@ -165,7 +163,7 @@ def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = 
 def _shard_codes(
     name: str, storage: QuantizedStorage, extent: Extent, given: Any
 ) -> Mapping[str, torch.Tensor]:
-    """The buffers for a shard's codes, by the names of the weight's gathered buffers."""
+    """Return the buffers for a shard's codes, by the names of the weight's gathered buffers."""
     if given is None:
         return {}
     planes = storage.gathered
@@ -199,9 +197,10 @@ def _check_buffer(name: str, storage: QuantizedStorage, extent: Extent, codes: A
 def check_amax_groups(
     specs: Sequence[ShardSpec], members: Mapping[Communicator, Sequence[int]]
 ) -> None:
-    """Raise :class:`InputError` where weights of one amax group differ in recipe or dtype, are not
-    sharded over one group of ranks, are stacks of other matrices, or are tensor-parallel shards
-    that different groups of ranks hold.
+    """Raise :class:`InputError` if weights of one amax group do not match.
+
+    They must have one recipe and dtype, be sharded over one group of ranks, be stacks of the same
+    matrices, and be held by one tensor-parallel group or none.
     """
     comm_of = {i: comm for comm, indices in members.items() for i in indices}
     leaders: dict[str, int] = {}
@@ -231,9 +230,11 @@ def check_amax_groups(
 
 
 def _check_matrices(grouped: Sequence[ShardSpec]) -> None:
-    """Raise :class:`InputError` where weights of one amax group are not stacks of as many matrices,
-    of which matrix i shares its amax with matrix i of the others, or this rank has other matrices
-    of one than of another. Rows or columns of each matrix belong to the amaxes of all.
+    """Raise :class:`InputError` if weights of one amax group do not have the same matrices.
+
+    They must be stacks of equal size, in which matrix i shares its amax with matrix i of the
+    others, and this rank must hold the same matrices of each. Matrices that are split by rows or
+    columns count as held by all ranks.
     """
     first: dict[tuple[str | None, str], tuple[ShardSpec, object]] = {}
     for spec in grouped:

@@ -1,4 +1,4 @@
-"""ShardedCast: a rank's part in the casts of some weights, once it is known who owns what."""
+"""ShardedCast: one rank's part in the casts of some weights, given the owners of all elements."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class ShardedCast:
         weights: the weights, in order.
         masters: this rank's shards of their masters.
         specs: the same weights as checked.
-        members: by group the places of its weights, all weights once.
-        owners: by group those of its members.
-        tp_shards: by tensor-parallel group the places of the weights whose shards it holds.
-        boundary: whether ranks reduce the amaxes of tensors and of cut blocks alone.
-        check_finite: whether a cast raises where a master is not finite.
+        members: for each group the indices of its weights; every weight is in one group.
+        owners: for each group the owners of its members.
+        tp_shards: for each tensor-parallel group the indices of the weights whose shards it holds.
+        boundary: whether ranks reduce only the amaxes of tensors and of cut blocks.
+        check_finite: whether a cast raises if a master is not finite.
         rebuild_on_use: whether the next use of a weight may rebuild its derived copies.
-        one_by_one_from: weights of so many elements or more are gathered one by one; None for none.
-        scope: what a cast looks at for memory that has moved: see :class:`CastPlan`.
+        one_by_one_from: weights of at least this many elements are gathered alone; None: no weight.
+        scope: what a cast checks for moved memory; see :class:`CastPlan`.
 
     Attributes:
         specs: as given.
         comms: all groups.
-        device: of the weights.
-        gathers: of the codes.
+        device: the device of the weights.
+        gathers: the gathers of codes.
         prepared: the launches.
         exchange: what ranks reduce.
-        version: counts the casts.
+        version: the counter of the casts.
         attempt: what this rank alone has found wrong; the next reduction raises it on all.
         step: the number of casts.
     """
@@ -82,14 +82,14 @@ class ShardedCast:
         weakref.finalize(self, self.version.retire)
 
     def watch(self) -> None:
-        """Let the weights count its casts, and have its names, once all ranks have made theirs."""
+        """Make the weights count its casts and take its names, once no rank has an error."""
         for spec in self.specs:
             spec.storage.writes.watch(self.version)
             if spec.is_named:
                 spec.storage.name_weight(spec.name)
 
     def pipeline(self) -> CastPipeline:
-        """Return the steps. They keep this object alive, which does not hold them."""
+        """Return the steps. They keep this object alive, but it does not keep them."""
         pipeline = CastPipeline(
             partial_amax=partial(self.prepared.measure, self.version, self.attempt),
             reduce_amax=self._reduce_amax,
@@ -105,18 +105,19 @@ class ShardedCast:
         )
 
     def staged(self, stages: Sequence[Sequence[int]]) -> list[Callable[[], None]]:
-        """Return what takes the place of the step "partial_cast": functions of which each casts the
-        weights of one stage, in order. These may be gathered from then on.
+        """Return functions that replace the step "partial_cast", one per stage.
+
+        Call them in order; each casts the weights of its stage, which may be gathered from then on.
 
         Args:
-            stages: the places of the weights of each stage, all weights once.
+            stages: for each stage the indices of its weights; every weight is in one stage.
         """
         self.prepared.divide(stages)
         last = len(stages) - 1
         return [partial(self._cast_stage, i, is_last=i == last) for i in range(len(stages))]
 
     def gather_scales(self) -> None:
-        """Bring the scales that each rank made to every rank."""
+        """Gather the scales of all ranks."""
         self.prepared.start_scales()()
         self.version.has_scales = True
 
@@ -156,7 +157,7 @@ class ShardedCast:
                 self.version.tick(self.prepared.addresses.written)
             self.version.has_scales = not self.prepared.gathered_scales
             self.prepared.steps.run("compute_scale")
-        # A caller's function may fail on one rank; nothing else here is a caller's.
+        # A caller's function may fail on one rank; nothing else here runs a caller's code.
         if self.prepared.calls_functions:
             raise_in_all(self.comms, attempt.error)
         elif attempt.error is not None:

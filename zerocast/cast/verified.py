@@ -2,28 +2,28 @@
 
 Note: what verify sees
 ~~~~~~~~~~~~~~~~~~~~~~
-``"hash"`` compares a digest of codes, scales, amaxes and recipe state, and the number of
-the step: one all-reduce of two integers. It sees whatever makes the bytes of one rank others than
-those of another: a bit that flipped, a scale that is stale, codes that were not gathered or were
-stored elsewhere, a rank that cast under another recipe what every rank casts, a rank at another
-step. It does not see what is wrong on all ranks alike, because its owner cast it so and all have
-gathered it, nor what changed in its owner's memory between the cast and the gather. Copies that
-each rank derives for itself are not compared. Digests are read from memory after the gather, so
-they are of what ranks hold when they compare.
+``"hash"`` compares a digest of codes, scales, amaxes and recipe state, and the step number, in one
+all-reduce of two integers. It detects whatever makes the bytes of one rank differ from those of
+another: a flipped bit, a stale scale, codes that were not gathered or were stored at the wrong
+place, a rank that casts under another recipe, a rank at another step. It does not detect errors
+that all ranks share, because the owner cast wrong bytes that all ranks gathered, or because bytes
+changed in the owner's memory between cast and gather. Copies that each rank derives itself are not
+compared. Digests are read from memory after the gather, so they are of what ranks hold when they
+compare.
 
-``"full"`` does that, and takes some weight in each cast (all in turn, in an order that depends on
-the number of the step): the ranks gather its masters, each casts it whole by the reference, and
-compares every buffer, derived copies included. So it also sees an owner that cast wrongly, under
-another recipe, or not the masters that it has now.
+``"full"`` also takes one weight of each group in each cast (all in turn, in an order that depends
+on the step number). The ranks gather its masters; each casts it whole by the reference and
+compares every buffer, derived copies included. So it also detects an owner that cast wrongly,
+under another recipe, or from other masters than it has now.
 
-Neither sees masters that are wrong themselves. Masters must stay as they were cast until the
-weights are compared.
+Neither detects masters that are wrong themselves. Masters must not change between the cast and the
+comparison.
 
-Where ranks differ, the first weight that does is cast whole, as for ``"full"``, and judges who
-holds the right bytes. Every rank then raises the same :class:`VerificationError`, and one that
-holds others leaves a file, by which ``python -m zerocast reproduce FILE`` repeats the cast. The
-masters for that are gathered, too. Where a rank received others than their owners sent, as the sum
-of the shards' digests tells, nobody is judged, and the error says so.
+If ranks differ, the first weight that differs is cast whole, as for ``"full"``, to decide which
+ranks hold the right bytes. Every rank then raises the same :class:`VerificationError`. A rank with
+other bytes writes a file from which ``python -m zerocast reproduce FILE`` repeats the cast. If a
+rank received other masters than their owners sent, as the sum of the shards' digests shows, no
+decision is possible, and the error says so.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ from zerocast.tensors.ledger import announced
 VerifyMode: TypeAlias = Literal["off", "hash", "full"]
 
 MastersOf: TypeAlias = Callable[[Communicator, int], "torch.Tensor | None"]
-"""By a group and the place of one of its weights, this rank's shard of the master."""
+"""Takes a group and the index of one of its weights; returns this rank's shard of the master."""
 
 _MOST = 2**31 - 3
 _NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 _WEIGHTS_NAMED = 5
-"""The number of weights that a message names beside the first."""
+"""The number of weights that a message names besides the first."""
 
 
 def check_mode(mode: VerifyMode) -> VerifyMode:
-    """Return ``mode``; :class:`InputError` for what is none."""
+    """Return ``mode``; raise :class:`InputError` for an unknown one."""
     check_choice("verify", mode, get_args(VerifyMode))
     return mode
 
 
 class Verification:
-    """Compares what the ranks of some groups hold. Every method is collective over all of them.
+    """A comparison of what the ranks of some groups hold. All methods are collective over them.
 
     Args:
         mode: what is compared.
-        weights: by group.
+        weights: for each group its weights.
         tp_comms: the groups that hold tensor-parallel shards of the weights.
-        masters: what they are cast from.
+        masters: returns the masters that they are cast from.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Verification:
         self._tp_comms = list(tp_comms)
         self._comms = [*weights, *self._tp_comms]
         self._digests = {comm: RepeatedDigests() for comm in weights}
-        # What is compared, while no buffer of any weight is another tensor.
+        # The compared tensors, valid until a replaced buffer is announced.
         self._version, self._tensors = -1, dict[Communicator, list[torch.Tensor]]()
 
     def check(self, step: int) -> None:
-        """Compare, in step number ``step``; nothing where the mode is "off".
+        """Compare, in step number ``step``; do nothing if the mode is "off".
 
         Raises:
             UnsupportedError: in the capture of a CUDA graph.
-            VerificationError: on every rank, where ranks hold different bytes, or other ones than
-                the reference casts. It names weight, element, ranks and values.
+            VerificationError: on every rank, if bytes differ between ranks or from the reference
+                cast. It names weight, element, ranks and values.
         """
         if self._mode == "off":
             return
@@ -132,7 +132,7 @@ class Verification:
     # --- digests ---
 
     def _numbers(self, comm: Communicator) -> torch.Tensor:
-        """The digests of all buffers, weight by weight, on the CPU until the next call."""
+        """Return the digests of all buffers, weight by weight, on the CPU until the next call."""
         if self._version != (version := announced("tensor")):
             self._tensors = {
                 each: [tensor for weight in weights for tensor in _compared(weight)]
@@ -146,7 +146,7 @@ class Verification:
         """Raise what differs between ranks."""
         error: ZerocastError | None = None
         differing: dict[Communicator, list[str]] = {}
-        for comm in self._comms:  # ranks of a tensor-parallel group are to be at one step, too
+        for comm in self._comms:  # ranks of a tensor-parallel group must be at one step, too
             mine = numbers.get(comm, _NO_NUMBERS).tolist()
             by_rank = comm.all_gather_object((step, mine))
             if len({at for at, _ in by_rank}) > 1:
@@ -160,7 +160,7 @@ class Verification:
             held = zip(names, zip(*(theirs for _, theirs in by_rank), strict=False), strict=False)
             differing[comm] = list(dict.fromkeys(n for n, each in held if len(set(each)) > 1))
         raise_in_all(self._comms, error)
-        # The first of a group is judged; ranks with other tensor-parallel shards of it take part.
+        # Decide the first of a group; ranks with other tensor-parallel shards of it take part.
         judged = {name for names in differing.values() for name in names[:1]}
         for comm in self._tp_comms:
             judged = judged.union(*comm.all_gather_object(judged))
@@ -178,9 +178,7 @@ class Verification:
     # --- the whole cast ---
 
     def _compare_sample(self, step: int) -> None:
-        """Compare one weight of each group with its whole cast; each is taken once in as many steps
-        as there are weights.
-        """
+        """Compare one weight of each group with its whole cast; n steps take each of n weights."""
         error: ZerocastError | None = None
         for comm, weights in self._weights.items():
             compared = [i for i, weight in enumerate(weights) if weight.is_compared]
@@ -193,8 +191,9 @@ class Verification:
     def _judge(
         self, comm: Communicator, i: int, step: int, others: Sequence[str] = ()
     ) -> ZerocastError | None:
-        """Cast a weight whole; return the error that says which ranks hold other bytes, the same on
-        all ranks of ``comm``, or None. ``others`` are names of weights in which ranks differ, too.
+        """Cast a weight whole; return the error that names the ranks with other bytes, or None.
+
+        It is the same on all ranks of ``comm``. ``others`` names other weights that differ.
         """
         weights, weight = self._weights[comm], self._weights[comm][i]
         places = [i]
@@ -244,13 +243,13 @@ def verification_of(
     owners: Mapping[Communicator, Owners],
     tp_comms: Iterable[Communicator],
 ) -> Verification:
-    """The verification of a plan's weights.
+    """Return the verification of a plan's weights.
 
     Args:
         specs: the weights.
-        prepared: knows the masters that are cast.
-        members: by group the places of its weights.
-        owners: by group those of its members.
+        prepared: the launches, with the masters that are cast.
+        members: for each group the indices of its weights.
+        owners: for each group the owners of its members.
         tp_comms: the groups that hold tensor-parallel shards.
     """
     weights: dict[Communicator, list[HeldWeight]] = {comm: [] for comm in members}
@@ -263,7 +262,7 @@ def verification_of(
 
 
 def _compared(weight: HeldWeight) -> list[torch.Tensor]:
-    """The buffers that every rank holds alike, but for what each derives for itself."""
+    """Return the buffers that are equal on all ranks, except those that each rank derives."""
     if not weight.is_compared:
         return []
     buffers, derived = weight.storage.buffers, weight.storage.derived_names
@@ -271,13 +270,13 @@ def _compared(weight: HeldWeight) -> list[torch.Tensor]:
 
 
 def _vote(step: int, numbers: torch.Tensor) -> int:
-    """A number of the step and of all digests."""
+    """Return a checksum of the step and of all digests."""
     held = ctypes.string_at(numbers.data_ptr(), numbers.nbytes)
     return 1 + zlib.crc32(held, zlib.crc32(step.to_bytes(8, "little"))) % _MOST
 
 
 def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str]]) -> str:
-    """Say which ranks hold what, and what the whole cast has there."""
+    """Return the message: which ranks hold what, and what the whole cast has there."""
     ranks_of: dict[Difference, list[int]] = {}
     right = [rank for rank, (found, _) in enumerate(everyone) if found is None]
     for rank, (found, _) in enumerate(everyone):
@@ -316,10 +315,10 @@ def _ranks_hold(ranks: Sequence[int]) -> str:
 def _leave_file(
     comm: Communicator, weight: HeldWeight, whole: WholeCast, found: Difference, step: int
 ) -> str:
-    """Write what repeats the cast into the working directory; return where it is, or why not."""
+    """Write what repeats the cast into the working directory; return the path, or why not."""
     storage, tp_shard = weight.storage, weight.storage.tp_shard
     name = re.sub(r"[^\w.-]+", "_", weight.name)
-    # Ranks of several groups have one number, and other runs and hosts may write here, too.
+    # Ranks of several groups can have one number, and other runs and hosts may write here, too.
     where = f"{name}-step{step}-rank{comm.rank}-{secrets.token_hex(4)}"
     path = Path.cwd() / f"zerocast-fault-{where}.safetensors"
     fault = {
@@ -345,7 +344,7 @@ def _leave_file(
     tensors |= {f"held/{name}": tensor for name, tensor in storage.buffers.items()}
     try:
         fault["recipe"] = storage.recipe.text
-    except TypeError:  # it holds a function, which no file can: reproduce says so
+    except TypeError:  # it holds a function, which cannot be stored: reproduce says so
         fault["recipe"] = None
     try:
         write_fault(path, fault, tensors)

@@ -1,7 +1,7 @@
-"""The oracle of a sharded cast: the weight cast whole by the reference, from its gathered master.
+"""The reference of a sharded cast: the weight cast whole by the reference backend.
 
-It takes the memory of a whole FP32 master on every rank, and the time of plain torch: for a sample
-of the weights, or for the one that was found wrong.
+It needs the memory of a whole gathered FP32 master on every rank, and the time of plain torch. It
+is used for a sample of the weights, or for a weight that was found wrong.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zerocast.tensors.quantize import quantize_into
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A weight as this rank holds it when it is gathered, and who casts what of it.
+    """A weight as this rank holds it when it is gathered, and its owners.
 
     Attributes:
-        name: what messages call it.
+        name: the weight's name in messages.
         storage: its bytes, with its recipe state.
-        owners: the ranks that own elements of it, and which.
-        amax_group: weights of a group of ranks with the same one share their tensor amax.
-        is_compared: False for one that is there for its amax alone.
+        owners: the ranks that own elements of it, with these elements.
+        amax_group: a label; weights of one group of ranks with the same one share a tensor amax.
+        is_compared: False for a weight that is used for its amax only.
     """
 
     name: str
@@ -44,13 +44,14 @@ class WholeCast:
     """A weight that was cast whole.
 
     Attributes:
-        storage: what the cast made.
-        master: FP32, of the weight's shape, or of its tensor-parallel shard's.
+        storage: the result of the cast.
+        master: FP32, of the shape of the weight, or of its tensor-parallel shard.
         before: the recipe state and amax before the cast, by name.
-        amaxes: int32, of the cast: of blocks and tensor, those of other weights and shards that
-            they are the largest of included.
+        amaxes: int32, the amaxes of blocks and tensor in the cast, raised to those of the weights
+            and shards that share them.
         owned, gathered: digests of this rank's shards of the masters that were gathered for it, and
-            of what was gathered: that is the sum of all ranks' first ones, unless bytes changed.
+            of what was gathered. The sum of ``owned`` over ranks is ``gathered``, unless bytes
+            changed.
     """
 
     storage: QuantizedStorage
@@ -66,13 +67,14 @@ def cast_whole(
     weights: Sequence[HeldWeight],
     masters: Sequence[torch.Tensor | None],
 ) -> WholeCast:
-    """Cast the first of ``weights`` whole. Collective over ``comm``, and over the ranks that hold
-    other tensor-parallel shards.
+    """Cast the first of ``weights`` whole.
+
+    Collective over ``comm``, and over the ranks that hold other tensor-parallel shards.
 
     Args:
         comm: the ranks that share the weights.
-        weights: one, and the others of its amax group.
-        masters: this rank's shard of each; None where it owns nothing.
+        weights: the weight, then the others of its amax group.
+        masters: this rank's shard of each; None if it owns nothing.
     """
     sums: list[torch.Tensor] = []
     shared: torch.Tensor | None = None  # the largest tensor amax of each matrix
@@ -93,8 +95,9 @@ def cast_whole(
 def cast_again(
     storage: QuantizedStorage, master: torch.Tensor, least: torch.Tensor | None = None
 ) -> WholeCast:
-    """Repeat the latest cast of a weight from its whole master, by the reference, in memory of its
-    own; amaxes are at least ``least``, int32 as :attr:`WholeCast.amaxes`.
+    """Repeat the latest cast of a weight from its whole master, by the reference, in new memory.
+
+    Amaxes are at least ``least``, int32 as :attr:`WholeCast.amaxes`.
     """
     recipe = storage.recipe
     made = QuantizedStorage.empty(
@@ -118,8 +121,9 @@ def gather_master(
     master: torch.Tensor | None,
     sums: list[torch.Tensor],
 ) -> torch.Tensor:
-    """FP32, of the weight's shape: its whole master. Collective. The digests of this rank's shard
-    and of the whole, int64 [2], are added to ``sums``.
+    """Return the weight's whole master, FP32, of the weight's shape. Collective.
+
+    Append the digests of this rank's shard and of the whole, int64 [2], to ``sums``.
     """
     places = dict(weight.owners)
     counts = [places[rank].size if rank in places else 0 for rank in range(comm.size)]
@@ -145,10 +149,10 @@ class Difference:
 
     Attributes:
         buffer: the name of the buffer.
-        place: its place there; codes of 4 bits are counted singly.
+        place: the element's index in it; codes of 4 bits are counted individually.
         held, cast: the values, as text.
         count: how many elements of the buffer differ.
-        owner: of rowwise codes the rank in whose shard the element is; -1 for other buffers.
+        owner: for rowwise codes the rank whose shard holds the element; -1 for other buffers.
     """
 
     buffer: str
@@ -160,7 +164,7 @@ class Difference:
 
 
 def first_difference(weight: HeldWeight, made: QuantizedStorage) -> Difference | None:
-    """Compare all buffers that ``weight`` has with those of ``made``."""
+    """Compare all buffers of ``weight`` with those of ``made``; return the first difference."""
     fmt = weight.storage.recipe.numerics.fmt
     for name, held in weight.storage.buffers.items():
         codes = name.endswith("_data")
@@ -185,14 +189,14 @@ def first_difference(weight: HeldWeight, made: QuantizedStorage) -> Difference |
 
 
 def _elements(buffer: torch.Tensor, code_bits: int) -> torch.Tensor:
-    """uint8 [*shape, bytes of an element] of a buffer, a nibble each where codes have 4 bits."""
+    """Return a buffer as uint8 [*shape, bytes of an element]; for 4-bit codes one per nibble."""
     if code_bits == 4:
         return unpack_nibbles(buffer, 2 * buffer.shape[-1]).unsqueeze(-1)
     return buffer.contiguous().view(-1).view(torch.uint8).view(*buffer.shape, buffer.itemsize)
 
 
 def _text(value: torch.Tensor) -> str:
-    """A scale, or a value of recipe state, so that two that differ have other texts."""
+    """Return a scale, or a value of recipe state, as text that differs for different values."""
     if value.dtype == torch.float32:
         return f"{value.item():.9g}"
     return f"0x{value.item():02X}" if value.dtype == torch.uint8 else str(value.item())
