@@ -1,9 +1,9 @@
-"""Quantized weights: the tensor that torch handles, its storage, and the functions that make it."""
+"""Quantized weights: the tensor type for torch, its storage, and the functions that create it."""
 
 import torch
 
-# Imported for their effects: operations registers those that QuantizedTensor handles, averaging
-# registers with torch what is called before a module averages weights.
+# Imported for their effects: operations registers the operations that QuantizedTensor handles,
+# averaging registers with torch a hook that is called before a module averages weights.
 from zerocast.recipes import RECIPES, Format, QParams
 from zerocast.tensors import averaging as _averaging
 from zerocast.tensors import operations as _operations
@@ -20,7 +20,7 @@ from zerocast.tensors.tp_shard import TensorParallelShard
 if torch.distributed.is_available():
     from zerocast.tensors import collectives as _collectives  # for its effect, too
 
-# What a saved weight is made of, so that torch.load(..., weights_only=True) accepts it.
+# The types in a saved weight, so that torch.load(..., weights_only=True) accepts it.
 torch.serialization.add_safe_globals(
     [restore, restore_storage, Format, TensorParallelShard, QParams, *RECIPES.values()]
 )

@@ -1,4 +1,4 @@
-"""Many tensors in one allocation, so that one look at one of them tells whether they have moved."""
+"""Many tensors in one allocation, so that checking one of them detects whether they have moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerocast.layout import round_up
 from zerocast.tensors.storage import QuantizedStorage
 
 ALIGNMENT = 256
-"""Bytes between the places of tensors in an allocation: no less than torch's own alignment."""
+"""Bytes: the starts of tensors in an allocation are multiples; at least torch's own alignment."""
 
 
 def allocate_together(
@@ -26,9 +26,10 @@ def allocate_together(
 
 
 def lay_together(storages: Iterable[QuantizedStorage]) -> None:
-    """Move the buffers of weights on one device, but for those that a gather moves, into one
-    allocation for all of a name, values kept: the columnwise copies of all weights go together, and
-    their memory is given back together.
+    """Move buffers of weights on one device into one allocation per name and dtype; keep values.
+
+    Buffers that a gather moves are left out. The columnwise copies of all weights are then freed
+    together.
     """
     alike: dict[tuple[str, torch.dtype], list[QuantizedStorage]] = {}
     for storage in storages:

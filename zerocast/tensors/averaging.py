@@ -1,10 +1,10 @@
 """Refuses modules that would average quantized weights by copying into a copy of them.
 
-Every copy into a quantized weight rounds, and an average moves by less than a rounding in a step,
-so it would stay or jump where it should move slowly. torch calls a hook for every module that
+Every copy into a quantized weight rounds. An average changes by less than a rounding step per
+update, so it would not move, or would jump. Torch calls a hook for every module that
 becomes part of another, which is when such a module makes its copy. Averages that are not modules
-(lists of copies) are not found here: weights themselves refuse updates in place (``lerp_``,
-``add_``), and a copy of a computed value looks like any other write.
+(lists of copies) are not detected here. Weights themselves refuse in-place updates (``lerp_``,
+``add_``), but a copy of a computed value looks like any other write.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ _AVERAGES = {
 
 
 def _refuse_quantized(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-    """Refuse a quantized ``part`` of an average; torch calls this for every part that ``module``
-    gets.
-    """
+    """Refuse a quantized ``part`` of an average; torch calls this for every part of a module."""
     if torch.compiler.is_compiling():
-        return  # No average is made in a graph, and a module that is traced has no parts yet.
+        return  # No average is made in a graph, and a traced module has no parts yet.
     kind = type(module)
     if part is None or kind.__module__ == "torch.nn.modules.container":
         return

@@ -1,6 +1,6 @@
 """CastSteps: the launches of a cast by their steps (:mod:`zerocast.tensors.pipeline`).
 
-Recipes state arithmetic and planes, backends run operations.
+Recipes define arithmetic and planes, backends run operations.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from zerocast.tensors.weight_operands import scale_operand
 
 
 class CastSteps:
-    """The launches of casting some weights: one a step and recipe, whatever their number.
+    """The launches of casting some weights: one per step and recipe, for any number of weights.
 
-    They are prepared for the weights' buffers as they lie now. Beside the steps of a cast there are
-    "expand_scales", the stored scales where ranks gather one a block, and "transpose", the derived
-    columnwise copies.
+    They are prepared for the current buffers of the weights. Besides the steps of a cast there are
+    "expand_scales", which makes the stored scales if ranks gather one per block, and "transpose",
+    which makes the derived columnwise copies.
 
     Args:
         backend: the backend of the weights' device.
-        operands: for each weight its bytes, and what is cast into them.
+        operands: for each weight its storage, and its operand.
         masters: the values that are cast, in the slots of the operands.
         judges_amaxes: whether nothing may be written before ``compute_scale``.
-        own_scales: the scales that this rank makes, by place, where ranks gather scales.
-        compact: all of these scales once gathered, by place.
-        stages: the places of the weights that each stage of ``partial_cast`` writes; all are of one
-            where there are none.
+        own_scales: by index the scales that this rank makes, if ranks gather scales.
+        compact: by index all of these scales once gathered.
+        stages: for each stage of ``partial_cast`` the indices of the weights that it writes; empty
+            for a single stage.
 
     Attributes:
         writes_early: whether the first step writes codes: under delayed scaling, and of whole
@@ -72,8 +72,8 @@ class CastSteps:
         self._launches: dict[str, list[Launch]] = defaultdict(list)
         self._backend = backend
         self._of_updates: list[tuple[Numerics, Operands, Masters]] = []
-        self._updates: list[LaunchUpdates] | None = None  # made when there are any
-        self._stages: list[int] = []  # of each launch of partial_cast
+        self._updates: list[LaunchUpdates] | None = None  # made on first use
+        self._stages: list[int] = []  # the stage of each launch of partial_cast
         stage_of = {i: stage for stage, places in enumerate(stages) for i in places}
         self.writes_early = self.writes_selected = self.chooses_scales = False
         operands = [
@@ -120,8 +120,9 @@ class CastSteps:
         return CastPipeline(**{step: partial(self.run, step) for step in steps} | others)
 
     def update(self, updates: Sequence[AdamWUpdate | None]) -> None:
-        """Update masters, by slot, and do the step ``partial_amax`` of all in the same pass. It
-        cannot be used where amaxes are judged.
+        """Update masters, by slot, and run the step ``partial_amax`` of all in the same pass.
+
+        It must not be used if amaxes are judged.
         """
         if self._updates is None:
             self._updates = [self._backend.adamw_cast(*each) for each in self._of_updates]
@@ -145,13 +146,13 @@ def launches_of(
     stages: Sequence[Operands] = (),
     judges_amaxes: bool = False,
 ) -> Iterator[tuple[str, Launch]]:
-    """Yield, with its step, every launch that casts weights under one numerics.
+    """Yield every launch that casts weights under one numerics, with its step.
 
     Args:
         backend, masters, judges_amaxes: as for :class:`CastSteps`.
         operands: what is cast.
-        scaled: the same, with the scales that are made.
-        stages: what each launch of ``partial_cast`` writes; all in one where there are none.
+        scaled: the same operands, with the scales that this rank makes.
+        stages: what each launch of ``partial_cast`` writes; empty for a single stage.
     """
     measured = _measured(numerics, operands)
     if not isinstance(numerics, Float8DelayedNumerics):
@@ -160,7 +161,7 @@ def launches_of(
             yield "partial_cast", backend.partial_cast(numerics, own, masters)
     elif judges_amaxes:
         yield "partial_amax", backend.partial_amax(operands, masters)
-        # When the codes are written, their scale must not have moved on yet.
+        # When the codes are written, the scale must not yet be that of the next cast.
         yield "compute_scale", backend.partial_cast(numerics, operands, masters)
     else:
         yield "partial_amax", backend.partial_cast(numerics, operands, masters)
@@ -171,16 +172,17 @@ def launches_of(
 
 
 def _measured(numerics: Numerics, operands: Operands) -> Operands:
-    """Return what the first step is given: under 4-over-6 it casts nothing."""
+    """Return the operands of the first step: under 4-over-6 it casts nothing."""
     if isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None:
         return [replace(operand, whole=NOTHING) for operand in operands]
     return operands
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:
-    """Return the elements of an operand that one pass of ``backend`` measures and casts: rows of
-    blocks of which no other rank owns elements, under scales that depend on blocks alone. Under
-    4-over-6: that one pass chooses the scales of, and casts.
+    """Return the elements of an operand that one pass of ``backend`` measures and casts.
+
+    These are rows of blocks of which no other rank owns elements, under scales that depend on
+    blocks alone. Under 4-over-6 that pass chooses the scales and casts.
     """
     recipe = storage.recipe
     waits = recipe.scales_tensor or recipe.casts_before_reduction or storage.shared_amaxes()

@@ -1,18 +1,18 @@
 """Runs torch.distributed's collectives on quantized weights.
 
-Torch's schemas of them do not say which tensors they write, and a wrapper has no memory that a
-communication library could write. So each collective is known here by name:
+Torch's schemas do not say which tensors a collective writes, and a wrapper has no memory that a
+communication library could write. So each collective is handled here by name:
 
-* those that move tensors whole (``broadcast``, ``send`` and ``recv``, ``scatter``, ``gather``, and
+* those that move whole tensors (``broadcast``, ``send`` and ``recv``, ``scatter``, ``gather``, and
   ``all_gather`` and ``all_to_all`` of lists) move all bytes of a weight: codes, scales and recipe
-  state. Derived copies are rebuilt by the receiver;
-* those that compute, or that fill a tensor from pieces, are refused where they would write a
+  state. The receiver rebuilds derived copies;
+* those that compute, or that fill a tensor from pieces, are refused if they would write a
   quantized weight;
-* where a weight is only read and what is written is plain, its value is read.
+* if a weight is only read and the output is plain, its value is read.
 
 A weight is sent as one message: a digest of what the bytes mean, the bytes, and padding that makes
 it longer than the value. So a rank that receives a plain tensor fails in the communication library,
-and a rank that receives a weight recognises messages of other kinds.
+and a rank that receives a weight detects messages of other kinds.
 
 NOT here: the all-gather of a cast, which moves codes only (:mod:`zerocast.cast`).
 """
@@ -39,7 +39,7 @@ _MOVED = {
     "c10d::broadcast_", "c10d::send", "c10d::recv_", "c10d::recv_any_source_",
     "c10d::scatter_", "c10d::gather_", "c10d::allgather_", "c10d::alltoall_",
 }  # fmt: skip
-"""The collectives that move tensors whole."""
+"""The collectives that move whole tensors."""
 
 _WRITTEN: dict[str, tuple[int, ...]] = dict.fromkeys(_MOVED, (0,)) | {
     "c10d::alltoall_base_": (0,), "c10d::_allgather_base_": (0,),
@@ -51,27 +51,26 @@ _WRITTEN: dict[str, tuple[int, ...]] = dict.fromkeys(_MOVED, (0,)) | {
     "c10d::send": (), "c10d::barrier": (), "c10d::monitored_barrier_": (),
     "c10d::check_for_nan": (),
 }  # fmt: skip
-"""The arguments of a collective that it writes."""
+"""For each collective the indices of the arguments that it writes."""
 
 _SENDS_BYTES = ("c10d::send", "c10d::gather_")
-"""The collectives by which a rank sends without knowing what others receive into: always bytes."""
+"""The collectives whose sender does not know what others receive into: always bytes."""
 
 _DIGEST = 16
 _pending: set[PendingCollective] = set()
 
 
 def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run torch's collective ``func``, one of whose tensors is quantized, or a view of a quantized
-    one's value.
+    """Run torch's collective ``func``, which has a quantized tensor or a view of its value.
 
     Raises:
-        UnsupportedError: where it would write such a tensor otherwise than as a whole weight.
+        UnsupportedError: if it would write such a tensor other than as a whole weight.
     """
     name = func._schema.name
     written = _WRITTEN.get(name)
     if written is None and name.startswith("c10d::"):
-        written = tuple(range(len(args)))  # one that is not known may write anything
-    if written is None:  # functional ones give new tensors, and say in their schema what they write
+        written = tuple(range(len(args)))  # an unknown one may write anything
+    if written is None:  # functional ones return new tensors, and their schema says what they write
         return _on_values(func, args, kwargs)
     outputs = _tensors([args[i] for i in written])
     inputs = _tensors([arg for i, arg in enumerate(args) if i not in written])
@@ -101,11 +100,11 @@ def _moved(
     outputs: list[torch.Tensor],
     inputs: list[torch.Tensor],
 ) -> Any:
-    """Run ``func`` on messages in the place of weights."""
+    """Run ``func`` on messages in place of weights."""
     destinations: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def message_of(tensor: torch.Tensor) -> torch.Tensor:
-        # A plain output of a gather receives what all ranks send: a weight like this rank's own.
+        # A plain output of a gather receives what all ranks send: a weight like this rank's.
         source = tensor if isinstance(tensor, QuantizedTensor) else inputs[0]
         assert isinstance(source, QuantizedTensor)
         message = _pack(source.quantized_storage)
@@ -122,7 +121,7 @@ def _moved(
 
 
 class PendingCollective(torch.distributed.Work):
-    """A collective under way, after which the weights that it writes hold what they received.
+    """A collective in flight, at whose end received bytes are written into the weights.
 
     A wait for it, or a use of one of the weights, writes them first.
     """
@@ -138,7 +137,7 @@ class PendingCollective(torch.distributed.Work):
         self._destinations = list(destinations)
         self._like = like
         self._lock = threading.RLock()
-        # Torch keeps the C++ half of this object alive, and nothing else the Python half.
+        # Torch keeps only the C++ half of this object alive; this keeps the Python half alive.
         _pending.add(self)
         self._earlier: list[tuple[QuantizedStorage, Callable[[], None] | None]] = []
         for tensor, _ in destinations:
@@ -149,10 +148,10 @@ class PendingCollective(torch.distributed.Work):
         announce()
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait as torch does; the weights have their bytes then.
+        """Wait as torch does; afterwards the weights have their bytes.
 
         Raises:
-            RankMismatchError: where a received message is not of a weight like its own. None was
+            RankMismatchError: if a received message is not of a weight like this one. Nothing was
                 written.
         """
         done = self._work.wait(*timeout)
@@ -186,7 +185,7 @@ class PendingCollective(torch.distributed.Work):
         return [tensor for tensor, _ in self._destinations]
 
     def get_future(self) -> Any:
-        """Return torch's future, of the tensors that were written."""
+        """Return torch's future of the tensors that were written."""
         written = self.result()
 
         def take_over(_: Any) -> list[torch.Tensor]:
@@ -219,9 +218,7 @@ class PendingCollective(torch.distributed.Work):
 
 
 def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> QuantizedStorage:
-    """Return the storage that receives the bytes for ``tensor``: its own, or for a plain one a copy
-    of ``like``'s one.
-    """
+    """Return the storage that receives the bytes for ``tensor``; if plain, a copy of ``like``'s."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.quantized_storage
     assert isinstance(like[0], QuantizedTensor)
@@ -229,7 +226,7 @@ def _storage_of(tensor: torch.Tensor, like: Sequence[torch.Tensor]) -> Quantized
 
 
 def _pack(storage: QuantizedStorage) -> torch.Tensor:
-    """Return all that has to be sent of a weight, uint8."""
+    """Return all that is sent of a weight, uint8."""
     parts = [_digest(storage), *map(_as_bytes, storage.originals.values())]
     padding = storage.shape.numel() * storage.dtype.itemsize + 1 - sum(map(len, parts))
     parts.append(torch.zeros(max(0, padding), dtype=torch.uint8, device=storage.device))
@@ -237,7 +234,7 @@ def _pack(storage: QuantizedStorage) -> torch.Tensor:
 
 
 def _unpack(message: torch.Tensor, storage: QuantizedStorage) -> None:
-    """Write what was received; nothing where the weight has these bytes already."""
+    """Write what was received, unless the weight has these bytes already."""
     buffers = list(map(_as_bytes, storage.originals.values()))
     given = message[_DIGEST : _DIGEST + sum(map(len, buffers))].split([len(b) for b in buffers])
     if all(torch.equal(*pair) for pair in zip(buffers, given, strict=True)):
@@ -267,7 +264,7 @@ def _meaning(storage: QuantizedStorage) -> str:
 
 
 def _digest(storage: QuantizedStorage) -> torch.Tensor:
-    """uint8 [_DIGEST]: what the bytes mean."""
+    """Return what the bytes mean, as uint8 [_DIGEST]."""
     digest = hashlib.blake2b(_meaning(storage).encode(), digest_size=_DIGEST).digest()
     return torch.tensor(list(digest), dtype=torch.uint8, device=storage.device)
 

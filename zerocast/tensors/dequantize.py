@@ -1,8 +1,8 @@
-"""Decodes codes to values, also where torch.compile traces.
+"""Decodes codes to values, also while torch.compile traces.
 
-A backend may call a native library, which a compiler cannot trace; a registered torch operation is
-an opaque call with known output to it. Such a call is given all that the codes mean (numerics and
-scale layout) as text, because a process may load a compiled graph from a cache without ever tracing
+A backend may call a native library, which a compiler cannot trace. A registered torch operation is
+an opaque call with known output to it. Such a call gets the whole meaning of the codes (numerics
+and scale layout) as text, because a process may load a compiled graph from a cache without tracing
 it.
 """
 
@@ -33,12 +33,12 @@ NAMES_IN_GRAPHS = tuple(
     [kind.__name__ for kind in get_args(Numerics)]
     + [field.name for kind in (ScaleLayout, BlockGrid) for field in fields(kind)]
 )
-"""The names that a text in a graph may use. A weight states them to torch.compile beside its
-recipe, so its cache on disk does not offer graphs from before a renaming."""
+"""The names that may occur in the text of a graph. A weight passes them to torch.compile with its
+recipe, so that the cache on disk does not return graphs from before a renaming."""
 
 
 def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.Tensor:
-    """Return the values that the present codes mean, FP32 [storage.shape].
+    """Return the values of the current codes, FP32 [storage.shape].
 
     Args:
         storage: the weight.
@@ -46,7 +46,7 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
             schemes that quantize them independently.
 
     Raises:
-        StaleCopyError: for columnwise codes that are stale.
+        StaleCopyError: if ``columnwise`` codes are stale.
         UnsupportedError: under ``torch.jit.trace``.
     """
     if torch.jit.is_tracing():
@@ -66,9 +66,8 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
     operands = [
         decoded_operand(matrix, plane, each) for matrix, each in zip(matrices, values, strict=True)
     ]
-    # The tensors of a tracer are of a class that the tracer defines. Outside it, the operation's
-    # detour through torch's dispatcher costs more than decoding a small weight, and loads the
-    # compiler at first.
+    # A tracer passes tensors of a subclass. Outside of tracing, a call through torch's dispatcher
+    # costs more than decoding a small weight, and the first call loads the compiler.
     if type(operands[0].planes[0].codes) is torch.Tensor and not torch.compiler.is_compiling():
         _decode(storage.recipe.numerics, operands)
     else:
@@ -109,7 +108,7 @@ def _(buffers: list[torch.Tensor], shape: list[int], meaning: str) -> torch.Tens
 
 
 def _to_text(numerics: Numerics, layout: ScaleLayout) -> str:
-    """Return what of ``numerics`` a decoding needs, and ``layout``."""
+    """Return what decoding needs of ``numerics``, and ``layout``, as text."""
     options = {"scale_max": numerics.scale_max} if isinstance(numerics, NVFP4Numerics) else {}
     return json.dumps([type(numerics).__name__, numerics.fmt.name, options, asdict(layout)])
 

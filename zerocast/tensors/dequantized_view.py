@@ -1,8 +1,8 @@
-"""DequantizedView: the result of a view of a quantized weight, which can be read and not written.
+"""DequantizedView: the read-only result of a view of a quantized weight.
 
 ``weight.t()``, ``weight[3]``, ``weight.view(-1)`` are views to torch, and code may write through a
 view. The value behind this one is decoded when the view is made, so a write would be lost without
-notice. It raises an error instead. Reading is like reading any tensor; results are plain tensors.
+notice; it raises an error instead. Reads work as for any tensor; their results are plain tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zerocast.errors import UnsupportedError
 from zerocast.tensors.wrappers import decomposed, inference_mode_of, wrapper_of, written_arguments
 
 OTHER_NAMESPACES: dict[str, Callable[[Any, Any, Any], Any]] = {}
-"""``run(func, args, kwargs)`` for all of a namespace whose schemas do not say what they write:
-:mod:`zerocast.tensors.collectives` fills it."""
+"""For each namespace whose schemas do not say what they write, ``run(func, args, kwargs)``. Filled
+by :mod:`zerocast.tensors.collectives`."""
 
 
 def refuse_writes(
@@ -28,7 +28,7 @@ def refuse_writes(
     kwargs: dict[str, Any],
     kind: type[torch.Tensor] | tuple[type[torch.Tensor], ...],
 ) -> None:
-    """Raise :class:`UnsupportedError` where ``func`` would write an argument of class ``kind``."""
+    """Raise :class:`UnsupportedError` if ``func`` would write an argument of class ``kind``."""
     if any(isinstance(written, kind) for written in written_arguments(func, args, kwargs)):
         raise UnsupportedError(
             f"{func} would write a quantized weight in place. That would quantize it again from "
@@ -39,9 +39,7 @@ def refuse_writes(
 
 
 def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
-    """Refuse ``apply_``, ``map_`` and ``map2_``, which write through a pointer that a wrapper
-    lacks.
-    """
+    """Refuse ``apply_``, ``map_`` and ``map2_``: they write by a pointer that a wrapper lacks."""
     raise UnsupportedError(
         "a quantized weight has no memory of its nominal dtype to apply a Python function to in "
         "place; compute the new value from weight.dequantize() and weight.copy_() it."
@@ -49,9 +47,7 @@ def refuse_function(tensor: torch.Tensor, *arguments: Any) -> Any:
 
 
 def refuse_memory(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-    """Refuse ``data_ptr``, ``storage`` and ``__dlpack__``, which give access to a tensor's
-    memory.
-    """
+    """Refuse ``data_ptr``, ``storage`` and ``__dlpack__``, which expose a tensor's memory."""
     raise UnsupportedError(
         "a quantized weight has no memory of its nominal dtype whose address could be shared or "
         "saved; save the FP32 masters, or weight.dequantize(), which other programs can load; hand "
@@ -95,9 +91,7 @@ class DequantizedView(torch.Tensor):
     data_ptr = storage = __dlpack__ = refuse_memory
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """Return a plain copy, because callers may read its memory without torch, as collectives
-        do.
-        """
+        """Return a plain copy, because callers such as collectives may read memory directly."""
         return self.value.clone(memory_format=memory_format)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -1,9 +1,9 @@
-"""digest: a number that changes with the bytes of a tensor, computed where the tensor is.
+"""digest: a checksum of the bytes of a tensor, computed on the tensor's device.
 
-It tells, without a copy, whether memory was written in a way that torch does not see, whether ranks
-hold the same bytes, and whether changes have arrived. It does not protect against bytes that were
-chosen to have a given digest. "Digests" in docs/NUMERICS.md defines it; as it is a sum over
-halfwords, ranks add those of their shards, and a change adds what it changes.
+It detects, without a copy, memory that was written in a way that torch does not see, ranks that
+hold different bytes, and changes that did not arrive. It does not protect against bytes chosen to
+have a given digest. "Digests" in docs/NUMERICS.md defines it. It is a sum over halfwords, so ranks
+add the digests of their shards, and a change adds the digest of what it changes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from zerocast.numerics import DigestedBytes
 
 
 def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Return the digest of ``tensor``, a plain tensor of any dtype: int64 [] on its device. It is
-    that of the bytes in the order of elements, the first of which is element ``start`` of the whole
-    tensor. Shape and dtype do not enter.
+    """Return the digest of ``tensor``, a plain tensor of any dtype: int64 [] on its device.
+
+    It covers the bytes in the order of elements; the first is element ``start`` of the whole
+    tensor. It does not depend on shape and dtype.
     """
     return each_digest([tensor], [start])[0]
 
@@ -28,16 +29,15 @@ def digest(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
 def each_digest(
     tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return the digest of each tensor in one launch, int64 [len(tensors)]; all on one device, and
-    at least one.
+    """Return the digest of each tensor in one launch, int64 [len(tensors)].
+
+    There must be at least one tensor, and all must be on one device.
     """
     return RepeatedDigests().of(tensors, starts)
 
 
 class RepeatedDigests:
-    """The digests of some tensors, again and again: the launch is prepared once, and again where a
-    tensor has moved.
-    """
+    """The repeated digests of some tensors; the launch is prepared again only if one has moved."""
 
     def __init__(self) -> None:
         self._addresses: list[int] | None = None
@@ -45,24 +45,24 @@ class RepeatedDigests:
     def of(
         self, tensors: Sequence[torch.Tensor], starts: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return the digest of each tensor as it is, int64 [len(tensors)], until the next call.
+        """Return the digest of each tensor now, int64 [len(tensors)], valid until the next call.
 
         Args:
-            tensors, starts: as for :func:`each_digest`; contiguous where they are given again.
+            tensors, starts: as for :func:`each_digest`; contiguous if they are given again.
         """
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         if addresses != self._addresses:
             self._prepare(tensors, starts or [0] * len(tensors))
             self._addresses = addresses
         if self._sums.is_cpu:
-            # Where a cast has driven the code of torch out of the caches, its fill takes 20 us.
+            # After a cast has evicted torch's code from the CPU caches, its fill takes 20 us.
             ctypes.memset(self._sums.data_ptr(), 0, self._sums.nbytes)
         else:
             self._sums.zero_()
         self._launch()
         return self._sums
 
-    @torch.inference_mode(False)  # what is made in it could not be written outside of it
+    @torch.inference_mode(False)  # a tensor made in it could not be written outside of it
     def _prepare(self, tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         device = tensors[0].device
         self._sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
@@ -74,8 +74,9 @@ class RepeatedDigests:
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the digest of each of ``tensors``, on any devices. Those of one device are read
-    together, because on a GPU each reading would wait.
+    """Return the digest of each of ``tensors``, on any devices.
+
+    Those of one device are read together, because on a GPU each read waits.
     """
     given = list(tensors)
     found = [0] * len(given)

@@ -1,8 +1,8 @@
 """HeldPlanes: the planes that a weight holds, and the buffers that casts write and gathers send.
 
-A *stack* (see :attr:`Recipe.per_matrix`) is as many matrices, which lie one behind the other in
-each of its buffers. Each is cast, transposed and decoded as a separate weight
-(:attr:`QuantizedStorage.matrices`); its planes, which all of them have alike, are those of one.
+A *stack* (see :attr:`Recipe.per_matrix`) is several matrices, stored one after another in each of
+its buffers. Each is cast, transposed and decoded as a separate weight
+(:attr:`QuantizedStorage.matrices`). A stack's planes are those of one matrix; all have the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class HeldPlanes:
     """The planes of one quantized weight; the base of :class:`QuantizedStorage`.
 
     Attributes:
-        shape: the weight's nominal one.
+        shape: the weight's nominal shape.
         recipe: the scheme that gives the bytes their meaning.
-        tp_shard: the rows or columns that this weight is of a larger one; None for a whole weight.
-            A cast of it is collective over the tensor-parallel group, too.
+        tp_shard: the rows or columns of a larger weight that this weight is; None for a whole
+            weight. Its casts are collective over the tensor-parallel group, too.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HeldPlanes:
     ) -> None:
         self.shape, self.recipe, self.tp_shard = shape, recipe, tp_shard
         self._buffers = buffers
-        self._form: Form | None = None  # None again where a columnwise copy comes or goes
+        self._form: Form | None = None  # reset when a columnwise copy is added or dropped
 
     @property
     def form(self) -> Form:
@@ -46,9 +46,7 @@ class HeldPlanes:
 
     @staticmethod
     def share_forms(weights: Iterable[HeldPlanes]) -> None:
-        """Let weights that are alike have one form between them: that takes less time and memory
-        than one each.
-        """
+        """Make equal weights share one form, which takes less time and memory than one each."""
         forms: dict[tuple[int, torch.Size, bool], Form] = {}
         for weight in weights:
             alike = id(weight.recipe), weight.shape, weight.has_columnwise
@@ -58,9 +56,7 @@ class HeldPlanes:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """The rowwise plane, and the columnwise one of a weight that holds one; of a stack those of
-        each matrix.
-        """
+        """The rowwise plane, and the columnwise one if there is one; for a stack of each matrix."""
         return self.form.planes
 
     @property
@@ -70,34 +66,32 @@ class HeldPlanes:
 
     @property
     def grid(self) -> BlockGrid:
-        """The blocks of the rowwise codes; of a stack those of each matrix."""
+        """The blocks of the rowwise codes; for a stack of each matrix."""
         return self.planes[0].grid
 
     @property
     def has_rowwise(self) -> bool:
-        """Whether rowwise codes and scales are there, as they are unless a quantizer was told
-        otherwise.
-        """
+        """Whether there are rowwise codes and scales; quantizers and ``drop`` may omit them."""
         return "rowwise_data" in self._buffers and "rowwise_scale_inv" in self._buffers
 
     @property
     def is_whole(self) -> bool:
-        """Whether a cast finds here all that it writes; see :meth:`QuantizedStorage.whole`."""
+        """Whether the buffers are all that a cast writes; see :meth:`QuantizedStorage.whole`."""
         return self.has_rowwise and all(name in self._buffers for name in self.form.state)
 
     @property
     def has_scales(self) -> bool:
-        """Whether a cast whose codes go elsewhere finds here all else that it writes."""
+        """Whether the buffers are all that a cast writes, except codes."""
         return all(name in self._buffers for name in ("rowwise_scale_inv", *self.form.state))
 
     @property
     def has_columnwise(self) -> bool:
-        """Whether this weight holds a columnwise copy at all."""
+        """Whether this weight holds a columnwise copy."""
         return "columnwise_data" in self._buffers or "columnwise_scale_inv" in self._buffers
 
     @property
     def codes(self) -> list[torch.Tensor]:
-        """The codes that are not derived from others, also while a gather is under way."""
+        """The codes that are not derived from others, even if a gather is in flight."""
         return [self._buffers[name] for name in self.gathered if name in self._buffers]
 
     @property
@@ -109,30 +103,32 @@ class HeldPlanes:
     def derived_names(self) -> tuple[str, ...]:
         """The names of the buffers that post-all-gather processing rebuilds."""
         if not self.has_rowwise or not self.shape.numel():
-            return ()  # there is nothing that they could be derived from
+            return ()  # nothing to derive them from
         return self.form.derived
 
     @property
     def stack(self) -> torch.Size:
-        """The leading dimensions of a stack; none of a weight that is one tensor."""
+        """The leading dimensions of a stack; empty for a weight that is one tensor."""
         return self.form.stack
 
     @property
     def amax_slots(self) -> int:
-        """The entries of this weight, or of each matrix of a stack, in an amax buffer: those of its
-        rowwise blocks, of the blocks of a columnwise copy with amaxes of its own, and the tensor's
-        unless that is one block.
+        """The entries of this weight, or of each matrix of a stack, in an amax buffer.
+
+        They are those of its rowwise blocks, of the blocks of a columnwise copy with separate
+        amaxes, and the tensor's unless the tensor is one block.
         """
         blocks = sum(plane.grid.num_blocks for plane in self.cast_planes)
         return blocks + (not self.recipe.has_one_block)
 
     def spans_tp_shards(self, plane: Plane) -> bool:
-        """Say whether blocks of ``plane`` reach across the other shards of the whole weight."""
+        """Return whether blocks of ``plane`` span other shards of the whole weight."""
         return self.tp_shard is not None and self.tp_shard.is_spanned_by(plane, self.recipe)
 
     def shared_amaxes(self) -> list[range]:
-        """Return the entries of :attr:`amax_slots`, of each matrix of a stack, that are amaxes over
-        other shards of the whole weight, too; none where it is not a tensor-parallel shard.
+        """Return the entries of :attr:`amax_slots` that are amaxes over other shards, too.
+
+        For a stack they are those of each matrix. Empty without a tensor-parallel shard.
         """
         if self.tp_shard is None:
             return []
@@ -140,7 +136,7 @@ class HeldPlanes:
 
 
 def read_rowwise_only(names: Iterable[str]) -> set[str]:
-    """Select those of a weight's buffers that only its rowwise codes are read with."""
+    """Return the names of the buffers that are needed only to read the rowwise codes."""
     held = set(names)
     return {
         name for name in ("rowwise_data", "rowwise_scale_inv")

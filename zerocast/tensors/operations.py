@@ -1,7 +1,7 @@
 """Defines what torch's operations do with a :class:`QuantizedTensor`.
 
-Implemented here: aliases and copies, which keep the codes; ``copy_`` and ``zero_``, which quantize;
-views; factories, which make plain tensors of the nominal shape and dtype. Everything else runs on
+Aliases and copies keep the codes, and ``copy_`` and ``zero_`` quantize. Views, and factories, which
+make plain tensors of the nominal shape and dtype, are defined here, too. Everything else runs on
 the dequantized value.
 """
 
@@ -35,10 +35,10 @@ def _implements(*functions: Any) -> Callable[[Operation], Operation]:
 
 
 def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on dequantized values; refuse it where it would write one of them.
+    """Run ``func`` on dequantized values; refuse it if it would write one of them.
 
-    What torch calls a view of the weight cannot be one of its value, which is made for this call;
-    it becomes a :class:`DequantizedView`, through which nothing can be written.
+    A view of the weight cannot be a view of its value, which is made for this call. It becomes a
+    :class:`DequantizedView`, which is read-only.
     """
     refuse_writes(func, args, kwargs, QuantizedTensor)
     args, kwargs = tree_map_only(QuantizedTensor, lambda t: t.dequantize(), (tuple(args), kwargs))
@@ -63,10 +63,10 @@ def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     aten.split.Tensor, aten.split_with_sizes.default,
 )  # fmt: skip
 def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Return an alias where the view is the whole weight again (``w[:]``, ``w.view_as(w)``).
+    """Return an alias if the view is the whole weight (``w[:]``, ``w.view_as(w)``).
 
-    Any other view is one of the value, also one of fewer rows: they share scales with the rows
-    around them, so they could not be written as a separate weight.
+    Any other view is one of the value. This includes views of some rows: they share scales with
+    adjacent rows, so they could not be written as a separate weight.
     """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     views = func(whole, *args, **kwargs)
@@ -78,7 +78,7 @@ def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 @_implements(aten.select.int)
 def _select(func: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
-    """Decode only the selected matrix of a stack (experts)."""
+    """Return one matrix of a stack (experts), decoding only that matrix."""
     storage = tensor.quantized_storage
     if len(storage.stack) == 1 and dim in (0, -tensor.dim()):
         return DequantizedView(QuantizedTensor(storage.matrix(index)).dequantize())
@@ -95,9 +95,10 @@ def _clone(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> torch.Tensor:
-    """Keep the codes on another device. Return the value in another dtype, unless a module is
-    converted (``module.half()``), whose parameters stay quantized weights under another nominal
-    dtype.
+    """Keep the codes on another device; for another dtype return the value.
+
+    If a module is converted (``module.half()``), its parameters stay quantized weights under
+    another nominal dtype.
     """
     dtype = kwargs.get("dtype") or tensor.dtype
     if dtype not in NOMINAL_DTYPES or (dtype != tensor.dtype and not _converts_module()):
@@ -106,7 +107,7 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> torch.Tensor:
 
 
 def _converts_module() -> bool:
-    """Say whether ``Module._apply`` is under way, by which modules change device and dtype."""
+    """Return whether ``Module._apply``, which changes a module's device or dtype, is running."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.nn.Module._apply.__code__:
@@ -146,18 +147,19 @@ def _copy_(
         init_val = source
         _quantize_into(into, source)
     if keeps_init_val and init_val is not None:
-        # Masters that start later must start from what was loaded, not from what it replaced.
+        # Masters that start later must start from what was loaded, not from the replaced value.
         value = init_val.detach().expand(into.shape).to("cpu", copy=True).contiguous()
         storage.high_precision_init_val = value
     return into
 
 
 def _holds(into: QuantizedTensor, source: torch.Tensor) -> bool:
-    """Say whether ``source`` is what ``into`` holds, to the bit: then a copy writes nothing, so
-    that wrappers that copy a model's values over themselves (torch's DistributedDataParallel) leave
-    codes, state, version and initial value as they are.
+    """Return whether ``source`` is bit for bit what ``into`` holds; then a copy writes nothing.
 
-    Collective where a cast of ``into`` is: all ranks of its group write, or none.
+    So wrappers that copy a model's values over themselves (torch's DistributedDataParallel) do not
+    change codes, state, version and initial value.
+
+    Collective if a cast of ``into`` is: all ranks of its group write, or none.
     """
     storage = into.quantized_storage
     if isinstance(source, QuantizedTensor):
@@ -242,8 +244,10 @@ def _zero_(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     aten.new_empty_strided.default,
 )  # fmt: skip
 def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return a plain tensor: only shape, dtype and device are taken from the weight. But what takes
-    the place of a weight (on the meta device, or by ``Module.to_empty``) is a weight, unfilled.
+    """Return a plain tensor with the weight's shape, dtype and device.
+
+    But a tensor that replaces a weight (on the meta device, or in ``Module.to_empty``) is an
+    unfilled weight.
     """
     device = torch.device(kwargs.get("device") or tensor.device)
     from_meta = tensor.device.type == "meta" and device.type != "meta"
@@ -255,10 +259,11 @@ def _factory(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> t
 
 @_implements(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return a plain tensor; refused where it would be FSDP2's shard of the weight, for which
-    ``fully_shard`` asks in no other way.
+    """Return a plain tensor; refuse if FSDP2's ``fully_shard`` asks for a shard of the weight.
+
+    ``fully_shard`` calls no other operation by which it could be detected.
     """
-    frame = sys._getframe(2)  # who called torch, but for modes of torch in between
+    frame = sys._getframe(2)  # torch's caller, or modes of torch in between
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         if frame.f_globals["__name__"].startswith("torch.distributed.fsdp."):
             raise UnsupportedError(

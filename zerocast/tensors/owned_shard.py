@@ -1,14 +1,14 @@
 """OwnedShard: what one rank holds of a weight between its cast and the gather that makes it whole.
 
-The codes are those of the rank's elements. The scales are one a block, without the repeats and the
-padding of stored planes, and without those of derived copies: all of that is made in the whole
+The codes are those of the rank's elements. There is one scale per block, without the repeats and
+padding of stored planes and without the scales of derived copies: these are made in the whole
 weight, after the gather (:func:`zerocast.tensors.post_gather.prepare_expansion`).
 
 The scale of a block is made by the rank that owns the block's first element. First elements ascend
-as the numbers of blocks do, also from matrix to matrix of a stack. So a rank's blocks of one plane
-are one range, and the scales of all ranks, in the order of their elements, are those of the plane.
-Every rank makes all scales of a plane whose blocks reach across tensor-parallel shards, because
-their amaxes reach all ranks in any case.
+with block numbers, also from matrix to matrix of a stack. So a rank's blocks of one plane are one
+range, and the scales of all ranks, ordered by elements, are those of the plane.
+If the blocks of a plane span tensor-parallel shards, every rank makes all of its scales, because
+every rank has their amaxes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OwnScales:
     """The scales of one plane that this rank makes.
 
     Attributes:
-        blocks: their numbers; of a stack, matrix after matrix.
+        blocks: their numbers; for a stack counted over all matrices in order.
         entries: the numerics' ``scale_dtype`` [len(blocks)].
     """
 
@@ -41,7 +41,7 @@ class OwnScales:
     entries: torch.Tensor
 
     def of_matrix(self, index: int, count: int) -> OwnScales:
-        """Return those of one matrix of a stack, each of which has ``count`` blocks."""
+        """Return the scales of one matrix of a stack, each of which has ``count`` blocks."""
         begin, start = index * count, self.blocks.start
         first, last = max(start, begin), min(self.blocks.stop, begin + count)
         if first >= last:
@@ -55,17 +55,17 @@ class OwnedShard(QuantizedStorage):
     """One rank's part of a weight, as a cast writes it.
 
     :attr:`buffers` are what every rank holds whole: the tensor amax, the recipe's state, and the
-    scale of a weight that has one. Made by :meth:`allocate`.
+    scale of a weight with one scale. Use :meth:`allocate` to make one.
 
     Attributes:
-        device: where all of it is.
+        device: the device of all buffers.
         has_columnwise: whether columnwise codes are cast, too.
-        has_scales: that scales are not missed among the buffers.
+        has_scales: True, because scales need not be among the buffers.
         extent: the elements that this rank owns.
-        own_codes: by gathered buffer uint8, the bytes that hold the codes of these.
-        own_scales: by plane; none of a weight that has one scale, or no elements.
-        by_owner: the names of the planes, the same on every rank, of which a rank makes the scales
-            of the blocks that it owns. Of the others it makes all.
+        own_codes: by gathered buffer uint8, the bytes that hold the codes of these elements.
+        own_scales: by plane; empty for a weight that has one scale, or no elements.
+        by_owner: the names of the planes, the same on every rank, of which a rank makes only the
+            scales of the blocks that it owns. Of other planes it makes all scales.
     """
 
     device: torch.device = torch.device("cpu")
@@ -91,16 +91,16 @@ class OwnedShard(QuantizedStorage):
         by_owner: Collection[str] | None = None,
         memory: Mapping[str, torch.Tensor] = NO_BUFFERS,
     ) -> OwnedShard:
-        """Return an unfilled shard, its codes 0.
+        """Return an unfilled shard with codes 0.
 
         Args:
             shape, dtype, recipe, tp_shard: those of the whole weight, as for a storage.
-            device, extent, by_owner: the attributes; by default all planes are by owner but those
-                whose blocks reach across tensor-parallel shards.
+            device, extent, by_owner: the attributes; by default all planes are by owner except
+                those whose blocks span tensor-parallel shards.
             columnwise: whether the whole weight has a columnwise copy.
-            state: the recipe's; by default a new one.
-            memory: by the name of a buffer uint8, what receives this rank's codes or scales of it,
-                from its first byte on; by default new memory.
+            state: the recipe's state; by default a new one.
+            memory: by buffer name, uint8 memory that receives this rank's codes or scales from its
+                first byte on; by default new memory.
         """
 
         def room(name: str, nbytes: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ class OwnedShard(QuantizedStorage):
 
 
 def owned_blocks(grid: BlockGrid, extent: Extent) -> range:
-    """Return the blocks that begin in ``extent``, numbered matrix after matrix of a stack."""
+    """Return the blocks that begin in ``extent``, numbered over all matrices of a stack."""
     return range(blocks_before(grid, extent.start), blocks_before(grid, extent.end))
 
 

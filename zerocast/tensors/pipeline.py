@@ -1,4 +1,4 @@
-"""CastPipeline: the steps from gradients to whole weights, whose order is stated here alone.
+"""CastPipeline: the steps from gradients to whole weights; only this module states their order.
 
     reduce_scatter      ranks sum the gradients; each keeps its shards
     optimizer           updates this rank's masters
@@ -11,17 +11,17 @@
     compute_scale       the scales of all blocks
     partial_cast        the codes of this rank's shards
     store_plain         weights that are not quantized, from their masters
-    all_gather_scales   the scales of which each rank made its own
+    all_gather_scales   the scales that ranks made of their blocks
     all_gather          the codes
     cast_and_all_gather both in stages, in place of partial_cast and all_gather
     post_all_gather_processing  what is derived from codes
 
-Delayed scaling multiplies by a scale that earlier casts gave, so its codes and its amax take one
-pass, in ``partial_amax``, and ``compute_scale`` closes the cast. Scales that belong to blocks alone
-wait for no other rank where a shard holds the whole block: such rows of blocks are measured and
-cast in one pass, in ``partial_amax``, and ``partial_cast`` writes the others. Under 4-over-6 the
-pass that chooses their scales, ``partial_select``, casts them. Where nothing may be written before
-the amaxes were judged, codes wait for ``compute_scale`` otherwise, and precede it if it is delayed.
+Delayed scaling multiplies by a scale from earlier casts. So its codes and its amax take one pass,
+in ``partial_amax``, and ``compute_scale`` ends the cast. If scales depend on blocks alone, rows of
+blocks that one shard holds whole need no other rank. They are measured and cast in one pass, in
+``partial_amax``, and ``partial_cast`` writes the others. Under 4-over-6 the pass that chooses their
+scales, ``partial_select``, casts them. If nothing may be written before the amaxes were judged,
+codes are written after ``compute_scale``, or before it under delayed scaling.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ORDER = (
 
 
 class CastPipeline:
-    """What runs in each of some steps: an iterable of (name, function) in :data:`ORDER`.
+    """The functions of some steps: an iterable of (name, function) in :data:`ORDER`.
 
-    It does not change; its methods return others.
+    It is immutable; its methods return new pipelines.
 
     Args:
         runs: the functions by the names of their steps, in any order.
@@ -64,18 +64,16 @@ class CastPipeline:
                 step()
 
     def having(self, **runs: Callable[[], None] | None) -> CastPipeline:
-        """Return the pipeline with ``runs`` in place of its steps of these names, or added; a step
-        for which None is given is left out.
-        """
+        """Return the pipeline with ``runs`` replaced or added by name; None removes a step."""
         steps = {**dict(self._steps), **runs}
         return CastPipeline(**{name: run for name, run in steps.items() if run is not None})
 
     def before(self, name: str) -> CastPipeline:
-        """Return the part that comes before the step ``name``, which it need not have."""
+        """Return the part before the step ``name``, which the pipeline need not have."""
         return self._part(0, ORDER.index(name))
 
     def since(self, name: str) -> CastPipeline:
-        """Return the part that begins with the step ``name``, which it need not have."""
+        """Return the part from the step ``name`` on, which the pipeline need not have."""
         return self._part(ORDER.index(name), len(ORDER))
 
     def _part(self, first: int, end: int) -> CastPipeline:

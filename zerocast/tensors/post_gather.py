@@ -1,4 +1,4 @@
-"""Post-all-gather processing makes the derived copies of weights from their present codes."""
+"""Post-all-gather processing: makes the derived copies of weights from their current codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerocast.tensors.weight_operands import expand_operand, tensor_operand
 
 
 def rebuild_derived(storages: Iterable[QuantizedStorage]) -> None:
-    """Make the derived copies of weights from their present codes.
+    """Make the derived copies of weights from their current codes.
 
     Weights without a columnwise copy are skipped.
     """
@@ -33,13 +33,11 @@ def prepare_rebuild(
     backend: Backend | None = None,
     cast: Mapping[QuantizedStorage, TensorOperand] = MappingProxyType({}),
 ) -> list[Launch]:
-    """Return the launches that make the derived copies of weights as long as their buffers stay
-    where they are: one for each recipe and device, by ``backend`` or the device's own.
+    """Return launches that make the derived copies of weights, valid until a buffer moves.
 
-    Operands in ``cast`` are used where they hold the same codes, that is unless the cast writes
-    codes elsewhere.
-
-    Afterwards call :meth:`Writes.mark_rebuilt`.
+    There is one for each recipe and device, by ``backend`` or the device's default. Operands in
+    ``cast`` are used if they hold the same codes, that is unless the cast writes codes elsewhere.
+    Call :meth:`Writes.mark_rebuilt` afterwards.
     """
 
     def operand_of(storage: QuantizedStorage) -> TensorOperand:
@@ -65,13 +63,12 @@ def prepare_expansion(
     compact: Mapping[int, Mapping[str, torch.Tensor]],
     backend: Backend | None = None,
 ) -> list[Launch]:
-    """Return the launches that make stored scales from gathered ones, one a block: one for each
-    recipe.
+    """Return the launches that make stored scales from gathered ones, one for each recipe.
 
     Args:
         storages: the weights, on one device.
-        compact: the scales of planes, by place and name, for the weights that gather some.
-        backend: the backend; None for the device's own.
+        compact: by index and plane name the scales, one per block, of the weights that gather some.
+        backend: the backend; None for the device's default.
     """
     by_recipe: dict[Recipe, list[TensorOperand]] = {}
     for i, scales in compact.items():

@@ -1,7 +1,7 @@
 """Makes quantized weights, and casts single ones without a plan.
 
-The unsharded cast runs the same steps of a recipe as a plan does, with one shard that is the whole
-weight and no reduction between ranks; so a sharded cast has something to be equal to.
+The unsharded cast runs the same steps of a recipe as a plan, with the whole weight as one shard and
+no reduction between ranks. It defines the result that a sharded cast must equal.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ def quantize(
     name: str | None = None,
     tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedTensor:
-    """Cast a whole tensor: the numerics that every sharded cast must equal, byte for byte.
+    """Return the cast of a whole tensor, which every sharded cast must equal, byte for byte.
 
     Args:
-        tensor: FP32, BF16 or FP16, of a shape that the recipe holds; any strides. A gradient does
-            not flow through.
-        recipe: the scheme, or its name. A layer's tensors are cast by their quantizers instead,
-            ``quantizer(tensor)``, which have the state of schemes with one.
-        dtype: the nominal dtype of the result, which elements are rounded to first; the tensor's
-            own by default.
+        tensor: FP32, BF16 or FP16, of a shape that the recipe can hold; any strides. No gradient
+            flows through.
+        recipe: the scheme, or its name. To cast a layer's tensors use its quantizers,
+            ``quantizer(tensor)``, which hold the state of schemes that have one.
+        dtype: the nominal dtype of the result, to which elements are rounded first; by default the
+            tensor's dtype.
         columnwise: whether the weight holds the columnwise copy.
-        name: the weight's name, on which the random bits of stochastic rounding depend; without
-            one, all weights draw the same words.
-        tp_shard: where ``tensor`` is some rows or columns of a larger weight, which of them. The
-            call is then collective over the ranks that hold the others, and gives the bytes that
-            these have in the cast of the whole.
+        name: the weight's name, on which the random bits of stochastic rounding depend. Without
+            names, all weights draw the same bits.
+        tp_shard: the rows or columns of a larger weight that ``tensor`` is, if it is a
+            tensor-parallel shard. The call is then collective over the ranks that hold the others,
+            and gives the bytes that this shard has in the cast of the whole.
 
     Returns:
         A weight with new memory on the tensor's device. A NaN or an infinity makes all values under
         its scale NaN.
 
     Raises:
-        InputError: for another dtype, or a shape that the recipe cannot hold; of a tensor-parallel
+        InputError: for another dtype, or a shape that the recipe cannot hold; for a tensor-parallel
             shard on every rank.
-        RankMismatchError: on every rank, where the ranks' shards do not make up one weight.
+        RankMismatchError: on every rank, if the ranks' shards do not make up one weight.
     """
     weight: QuantizedTensor | None = None
     attempt = Attempt()
@@ -121,11 +121,11 @@ def empty(
         shape: the nominal shape.
         recipe: the scheme, or its name.
         dtype: the nominal dtype: FP32, BF16 or FP16.
-        device: where the bytes are; torch's default device by default.
+        device: the device of the bytes; torch's default device by default.
         columnwise: whether the weight holds the columnwise copy.
         name: as for :func:`quantize`.
-        tp_shard: which rows or columns of a larger weight it is, of ``tp_shard.shape``; every cast
-            of it is then collective over the ranks that hold the others, and this call is not.
+        tp_shard: the rows or columns of a larger weight that it is, of ``tp_shard.shape``. Every
+            cast of it is then collective over the ranks that hold the others; this call is not.
 
     Raises:
         InputError: for a wrong argument, a shape that the recipe cannot hold, or a shard that
@@ -163,22 +163,22 @@ def quantize_into(
 ) -> torch.Tensor:
     """Cast ``source`` into an existing weight: codes, scales, amax and derived copies.
 
-    Collective where the weight is a tensor-parallel shard: all ranks of its group cast theirs.
+    Collective if the weight is a tensor-parallel shard: all ranks of its group cast theirs.
 
     Args:
-        storage: the weight's bytes; written in place, so buffers stay where they are.
+        storage: the weight's bytes; written in place, so buffers do not move.
         source: of the weight's shape; any strides, real dtype and device. FP32, BF16 and FP16 are
             cast as they are; other dtypes are converted to FP32 first.
-        advances: whether the state of delayed scaling advances; False where it waits for a
-            reduction over ranks.
-        least: amaxes that the weight's are raised to at least, int32 in the shape of the result.
+        advances: whether the state of delayed scaling advances; False if it waits for a reduction
+            over ranks.
+        least: lower bounds of the weight's amaxes, int32 in the shape of the result.
 
     Returns:
-        int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last; of a stack those
-        of one matrix after the other.
+        int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last; for a stack
+        those of one matrix after the other.
 
     Raises:
-        InputError: where the storage lacks the recipe state.
+        InputError: if the storage lacks the recipe state.
     """
     assert source.shape == storage.shape, (source.shape, storage.shape)
     if not storage.is_whole:
@@ -221,7 +221,7 @@ def quantize_into(
     for matrix, operand in operands:
         plane = operand.planes[0].plane
         if plane.source is Source.TRANSPOSED_MASTER and plane.grid.cols > matrix.grid.rows:
-            # What fills a row's last byte is no element, and keeps code 0 under a NaN scale, too.
+            # The padding in a row's last byte is no element, and keeps code 0 also for a NaN scale.
             present(operand.planes[0].codes)[:, -1] &= 0x0F
     storage.mark_written()
     steps.run("transpose")
@@ -230,9 +230,7 @@ def quantize_into(
 
 
 def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
-    """Return the errors by which blocks of a whole weight choose scales; None if they choose
-    none.
-    """
+    """Return the errors by which blocks of a whole weight choose scales, or None."""
     if not storage.recipe.chooses_scales:
         return None
     uncut = SharedBlocks()
@@ -242,13 +240,14 @@ def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
 
 
 def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
-    """Make the amaxes that a tensor-parallel shard has in common with others the largest of all:
-    one all-reduce, none where it has none in common.
+    """Reduce the amaxes that a tensor-parallel shard shares with other shards, by MAX.
+
+    This takes one all-reduce, or none if it shares no amax.
 
     Args:
         storage: the weight's bytes.
-        amax: int32 [storage.amax_slots], the amaxes of this rank's shard; of a stack those of one
-            matrix after the other.
+        amax: int32 [storage.amax_slots], the amaxes of this rank's shard; for a stack those of one
+            matrix after the other. Changed in place.
     """
     ranges = storage.shared_amaxes()
     if ranges and amax.numel():
@@ -261,9 +260,7 @@ def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:
 
 
 def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-    """Transpose [M, K], or more dimensions, to [grid.rows, grid.cols]: [K, M], rows padded with
-    zeros.
-    """
+    """Transpose [M, K], or more dimensions, to [grid.rows, grid.cols]: [K, M], zero-padded rows."""
     flipped = master.flatten(end_dim=-2).t()
     if flipped.shape[1] == grid.cols:
         return flipped.contiguous()
@@ -271,11 +268,12 @@ def _transposed(master: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
 
 
 def plain_master(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``source`` in memory that a backend can read: contiguous FP32, BF16 or FP16; itself
-    where it is that.
+    """Return ``source`` as contiguous FP32, BF16 or FP16, which a backend can read.
+
+    Return the same memory if it already is.
     """
     if type(source) in (torch.Tensor, torch.nn.Parameter):
         dtype = source.dtype if source.dtype in NOMINAL_DTYPES else torch.float32
         return source.detach().resolve_neg().to(device, dtype).contiguous()
-    # A subclass may have no memory of its own (a quantized weight, a view of one) but can be read.
+    # A subclass (a quantized weight, a view of one) may have no memory but can be read.
     return torch.empty(source.shape, dtype=torch.float32, device=device).copy_(source.detach())

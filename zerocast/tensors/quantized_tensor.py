@@ -1,20 +1,18 @@
-"""QuantizedTensor: a tensor that holds codes and scales, and that torch treats as BF16, FP16 or
-FP32.
+"""QuantizedTensor: a tensor of codes and scales that torch treats as BF16, FP16 or FP32.
 
-To torch it has the *nominal* shape and dtype; its value is what its codes decode to. All that it
-holds is a :class:`QuantizedStorage`, which its aliases share. It can be used as any torch tensor
+To torch it has the *nominal* shape and dtype; its value is what its codes decode to. Its data is a
+:class:`QuantizedStorage`, which its aliases share. It can be used as any torch tensor
 (``nn.Parameter`` with a full-shape ``.grad``, ``deepcopy``, ``torch.save``, ``state_dict``,
 ``torch.compile``) under four rules:
 
-* an operation without an implementation for it works on the dequantized value, and gradients reach
-  the whole
-  weight as if it were in high precision (straight-through);
-* ``copy_`` into it quantizes; bytes are copied where both sides have one recipe;
-* any other in-place operation is refused, through a view, too: the result would have to be
+* an operation without an implementation for it works on the dequantized value; gradients reach the
+  whole weight as if it were in high precision (straight-through);
+* ``copy_`` into it quantizes; bytes are copied if both sides have the same recipe;
+* any other in-place operation is refused, also through a view: the result would have to be
   quantized again without the caller noticing;
-* ``to`` moves it between devices and leaves the codes alone; to another dtype it dequantizes. A
-  module's ``to``, ``half`` and others change the nominal dtype of its parameters and leave their
-  codes alone, too.
+* ``to`` moves it between devices and keeps the codes; to another dtype it dequantizes. A
+  module's ``to``, ``half`` and others change the nominal dtype of its parameters and also keep
+  their codes.
 
 NOT here: the attributes that read its buffers (:class:`zerocast.tensors.weight_data.WeightData`),
 what each torch operation does (:mod:`zerocast.tensors.operations`), and how weights are
@@ -59,8 +57,8 @@ class QuantizedTensor(WeightData):
     fallback: ClassVar[Callable[[Any, Any, Any], Any]]
     """``fallback(func, args, kwargs)``: what every other operation does."""
 
-    # Torch's functions are not intercepted, only the operations below them: results would be
-    # wrapped a second time, and torch.compile would give up.
+    # Only the operations below torch's functions are intercepted. Otherwise results would be
+    # wrapped a second time, and torch.compile would fail.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -78,7 +76,7 @@ class QuantizedTensor(WeightData):
         tensor.quantized_storage = storage
         # C++ code that torch does not dispatch would read or write at address 0.
         torch._C._set_throw_on_mutable_data_ptr(tensor)
-        # A compiled function is compiled for each shape: bytes of a shape that varies mean nothing.
+        # Compile for each shape: a graph of variable shapes would not match the layout of bytes.
         tensor._dynamo_static_indices = set(range(len(storage.shape)))  # type: ignore[attr-defined]
         return tensor
 
@@ -104,7 +102,7 @@ class QuantizedTensor(WeightData):
             parts.append("requires_grad=True")
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    # --- what torch answers from memory, which a wrapper does not have ---
+    # --- what torch reads from memory, which a wrapper does not have ---
 
     @property
     def data(self) -> torch.Tensor:
@@ -120,9 +118,7 @@ class QuantizedTensor(WeightData):
         )
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the value as :meth:`torch.Tensor.numpy` does, but read-only: a write would be
-        lost.
-        """
+        """Return the value as :meth:`torch.Tensor.numpy` does, but read-only."""
         array = self.dequantize().requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
         return array
@@ -136,11 +132,11 @@ class QuantizedTensor(WeightData):
     data_ptr = storage = __dlpack__ = refuse_memory
 
     def take_place_of(self, parameter: QuantizedTensor) -> None:
-        """Let ``parameter`` hold the bytes of this tensor, on its device and under its dtype.
+        """Make ``parameter`` hold the bytes of this tensor, with its device and dtype.
 
         It stays the same object: its attributes, its hooks and references to it are kept, as when
-        torch assigns to a plain parameter's ``.data``. Aliases that were made of it before keep the
-        earlier bytes.
+        ``.data`` of a plain parameter is assigned. Aliases made of it earlier keep the earlier
+        bytes.
         """
         if torch._has_compatible_shallow_copy_type(parameter, self):
             torch.Tensor.data.__set__(parameter, self.detach())  # type: ignore[attr-defined]
@@ -158,7 +154,7 @@ class QuantizedTensor(WeightData):
         return self
 
     def is_shared(self) -> bool:
-        """Say whether :meth:`share_memory_` has been called, or the device shares anyway."""
+        """Return whether :meth:`share_memory_` has been called, or the device shares anyway."""
         return all(buffer.is_shared() for buffer in self.quantized_storage.buffers.values())
 
     # --- copying and saving ---
@@ -188,7 +184,7 @@ class QuantizedTensor(WeightData):
     # --- torch.compile ---
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype, tuple[str, ...]]]:
-        """Return the buffers, and what they mean.
+        """Return the names of the buffers, and what they mean.
 
         Raises:
             StaleCopyError: between a cast and its post-all-gather processing, as a layer's forward.
@@ -205,10 +201,10 @@ class QuantizedTensor(WeightData):
         outer_size: Any,
         outer_stride: Any,
     ) -> QuantizedTensor:
-        """Return a weight of buffers that torch.compile made.
+        """Return a weight around buffers that torch.compile made.
 
         Raises:
-            InputError: where they are not those of such a weight.
+            InputError: if they are not those of such a weight.
         """
         recipe, dtype, _ = context
         buffers = {name.removeprefix(HELD): buffer for name, buffer in inner.items()}
@@ -216,10 +212,10 @@ class QuantizedTensor(WeightData):
 
 
 def restore(storage: QuantizedStorage, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
-    """Return a weight around ``storage``, as unpickling and deepcopy make it.
+    """Return a weight around ``storage``, for unpickling and deepcopy.
 
     Raises:
-        InputError: where it is not a storage.
+        InputError: if it is not a storage.
     """
     if not isinstance(storage, QuantizedStorage):
         raise InputError(

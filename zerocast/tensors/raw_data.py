@@ -1,4 +1,4 @@
-"""replace_raw_data: moves the codes of a weight into a buffer of the caller's."""
+"""replace_raw_data: moves the codes of a weight into a buffer that the caller gives."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def replace_raw_data(
     new_raw_data: torch.Tensor,
     new_columnwise_data: torch.Tensor | None = None,
 ) -> None:
-    """Move a weight's codes into a buffer of the caller's; the value stays the same.
+    """Move a weight's codes into a buffer of the caller; the value stays the same.
 
-    Every alias of the weight sees the new buffer, and derived copies stay valid. This is how the
-    codes of many weights become slices of the one flat buffer that an all-gather moves.
+    Every alias of the weight uses the new buffer, and derived copies stay valid. Use it to make the
+    codes of many weights slices of one flat buffer for an all-gather.
 
     Args:
         tensor: the weight.
-        new_raw_data: uint8, contiguous, on the weight's device, of as many bytes as
+        new_raw_data: uint8, contiguous, on the weight's device, with as many bytes as
             ``tensor.rowwise_data``: in its shape or as a 1-D slice. Overwritten with the codes.
-        new_columnwise_data: the same for ``tensor.columnwise_data``, of a weight whose columnwise
-            codes are quantized independently and so are gathered, too (MX, row-wise FP8); None
-            leaves them where they are.
+        new_columnwise_data: the same for ``tensor.columnwise_data``, if columnwise codes are
+            quantized independently and so are gathered, too (MX, row-wise FP8). None does not move
+            them.
 
     Raises:
-        InputError: where a buffer is not that. Nothing has been written.
+        InputError: if a buffer does not match. Nothing has been written.
     """
     if not isinstance(tensor, QuantizedTensor):
         raise InputError(f"replace_raw_data needs a QuantizedTensor, got {type(tensor).__name__}.")

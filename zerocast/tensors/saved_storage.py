@@ -1,8 +1,8 @@
-"""Saves and loads storages, and makes them of buffers from other places, such as a compiled graph.
+"""Saves and loads storages, and makes them from other buffers, such as those of a compiled graph.
 
-Kernels rely on the shapes of buffers, so no storage may be made from a damaged or crafted file.
-Everything that a weight is made of is compared here with what its recipe says. Recipes are made
-again by their constructors, because unpickling checks no field.
+Kernels rely on the shapes of buffers, so a damaged or crafted file must not give a storage.
+All parts of a weight are compared here with what its recipe requires. Recipes are rebuilt by their
+constructors, because unpickling checks no field.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _ADVICE = "the file is damaged or was not written by zerocast; save the weight a
 
 
 def reduce_storage(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """Return what is pickled: shape, dtype, recipe and bytes, without the rest of a gather buffer
-    and without the group of a tensor-parallel shard.
+    """Return what is pickled: shape, dtype, recipe and bytes.
+
+    The rest of a gather buffer, and the group of a tensor-parallel shard, are left out.
     """
     buffers = {
         name: b if b.untyped_storage().nbytes() == b.nbytes else b.clone()
@@ -54,7 +55,7 @@ def restore_storage(
     """Return the storage that was saved.
 
     Raises:
-        InputError: where a buffer, or anything else, is not what a weight of this recipe has.
+        InputError: if a buffer, or anything else, does not match a weight of this recipe.
     """
     recipe, tp_shard = _checked_recipe(recipe), _checked_tp_shard(tp_shard)
     if not isinstance(rebuild_on_use, bool | None):
@@ -75,10 +76,10 @@ def checked_storage(
     buffers: dict[str, torch.Tensor],
     tp_shard: TensorParallelShard | None = None,
 ) -> QuantizedStorage:
-    """Return a storage of ``buffers``, which may come from anywhere.
+    """Return a storage of ``buffers`` from any source.
 
     Raises:
-        InputError: where they are not the buffers of such a weight.
+        InputError: if they are not the buffers of such a weight.
     """
     if not isinstance(buffers, dict) or not buffers:
         raise _damaged("a dictionary of buffers", type(buffers).__name__)
@@ -89,10 +90,10 @@ def checked_storage(
 
 
 def _checked_recipe(recipe: Any) -> Recipe:
-    """Return ``recipe``, made again by its constructor.
+    """Return ``recipe``, rebuilt by its constructor.
 
     Raises:
-        InputError: where it is not a recipe, or has fields that its constructor refuses.
+        InputError: if it is not a recipe, or its constructor refuses its fields.
     """
     if type(recipe) not in RECIPES.values():
         raise _damaged(f"a recipe of {', '.join(RECIPES)}", type(recipe).__name__)
@@ -104,10 +105,10 @@ def _checked_recipe(recipe: Any) -> Recipe:
 
 
 def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
-    """Return a new ``tp_shard``, without a group.
+    """Return ``tp_shard``, rebuilt without a group.
 
     Raises:
-        InputError: where it is none.
+        InputError: if it is not a tensor-parallel shard.
     """
     if tp_shard is None:
         return None
@@ -127,7 +128,7 @@ def _check_nominal(
     *,
     columnwise: bool,
 ) -> None:
-    """Raise :class:`InputError` unless ``recipe`` holds a weight of this shape and dtype."""
+    """Raise :class:`InputError` unless ``recipe`` can hold a weight of this shape and dtype."""
     if not isinstance(shape, Sequence) or any(
         type(size) is not int or not 0 <= size < 2**31 for size in shape
     ):
@@ -142,8 +143,8 @@ def _check_buffers(
 ) -> None:
     """Raise :class:`InputError` unless ``buffers`` are what a weight stores.
 
-    They may lack all that only rowwise codes are read with, and all of the recipe state, as tensors
-    of quantizers do.
+    They may lack what only rowwise codes are read with, and the recipe state, as tensors of
+    quantizers do.
     """
     missing = specs.keys() - buffers.keys()
     for left_out in (read_rowwise_only(specs), set(recipe.state)):
@@ -167,7 +168,7 @@ def _check_buffers(
 
 
 def _check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raise :class:`InputError` unless every buffer is plain memory of its own."""
+    """Raise :class:`InputError` unless every buffer is a plain tensor with separate memory."""
     spans = []
     for name, buffer in buffers.items():
         if type(buffer) is not torch.Tensor:
@@ -193,7 +194,7 @@ def _made_again(value: Fields, **fields: Any) -> Fields:
         return type(value)(**_fields(value) | fields)
     except ZerocastError:
         raise
-    except Exception as error:  # whatever a constructor says of what it does not know
+    except Exception as error:  # whatever a constructor raises for unknown fields
         raise _damaged(f"the fields of a {type(value).__name__}", repr(_fields(value))) from error
 
 

@@ -1,25 +1,23 @@
-"""Counts of the writes of a weight's codes, by which copies that are older than the codes are
-found.
+"""Counters of the writes of a weight's codes, which show whether copies are older than the codes.
 
 Note: derived copies
 ~~~~~~~~~~~~~~~~~~~~
 The columnwise copy is derived from the gathered rowwise codes. A cast changes this rank's codes at
-once and those of other ranks follow with the all-gather, so between a cast and post-all-gather
-processing the copy is *stale*: reading it raises an error, because it would be rebuilt from bytes
-that have not arrived. A plan casts thousands of weights and rebuilds them, so it does not mark them
-one by one: it owns a :class:`CastVersion`, which notes when it last cast and when it last rebuilt
-all of its weights, by a clock that all of them share. A weight holds the versions of the plans that
-it is in, and when it was rebuilt alone; its copies are stale where any of the plans has cast after
-the latest rebuilding.
+once; those of other ranks follow with the all-gather. Between a cast and post-all-gather processing
+the copy is *stale*: reading it raises an error, because rebuilding it would read bytes that have
+not arrived. A plan casts thousands of weights and rebuilds them, so it does not mark each of them.
+It has a :class:`CastVersion`, which records when it last cast and when it last rebuilt all of its
+weights, on a common clock. A weight refers to the versions of its plans, and records when it was
+rebuilt alone. Its copies are stale if any of the plans has cast after the latest rebuild.
 
-Where a plan's ranks make the scales of their own blocks alone, the stored scales are true again
-when these have been gathered. Until then a weight *lacks scales*, and reading it raises an error.
+If a plan's ranks make only the scales of their own blocks, the stored scales are valid again after
+the scales were gathered. Until then a weight *lacks scales*, and reading it raises an error.
 
 Note: casts and gathers that fail
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Between the first code that a cast writes and its last, and while codes are gathered, a weight holds
-parts of two casts. If either fails, it stays so, and reading it raises an error until the same plan
-has cast or gathered again, or something else has written all of it.
+Between the first and the last code that a cast writes, and while codes are gathered, a weight holds
+parts of two casts. If either fails, reading the weight raises an error until the same plan has cast
+or gathered again, or something else has written all of it.
 """
 
 from __future__ import annotations
@@ -36,24 +34,24 @@ _clock = itertools.count(1)
 
 
 class CastVersion:
-    """Counts the casts of one plan.
+    """A counter of the casts of one plan.
 
     Attributes:
-        ticks: casts so far.
-        ticked_at, rebuilt_at: when it last cast, and when it last rebuilt all of its weights; 0 for
-            never.
+        ticks: the number of casts so far.
+        ticked_at, rebuilt_at: the time of the last cast, and of the last rebuild of all weights; 0
+            for never.
         rebuild_on_use: whether the next forward may rebuild derived copies, because the caller
-            promised that the all-gather is done by then
+            guarantees that the all-gather is done by then
             (``manual_post_all_gather_processing=False``).
         retired: whether the plan was deleted and will not cast again.
-        has_scales: whether the stored scales are those of the latest cast; the plan says so.
+        has_scales: whether the stored scales are those of the latest cast; set by the plan.
         unfinished: what has begun to write the weights and not ended: "cast", "all-gather".
-        begun_by_casts: what of that each cast begins.
+        begun_by_casts: what each cast adds to ``unfinished``.
     """
 
     all_writes: ClassVar[int] = 0
-    """Of all weights that there are: casts of plans, and single writes by others. Who knows the
-    casts of his own sees in one comparison whether to look for others' writes."""
+    """The number of writes of all weights: casts of plans, and single writes by other code. Code
+    that counts its own casts needs one comparison to detect other writes."""
 
     def __init__(self, *, rebuild_on_use: bool) -> None:
         self.ticks = self.ticked_at = self.rebuilt_at = 0
@@ -64,13 +62,14 @@ class CastVersion:
         self.begun_by_casts = {"cast"}
 
     def retire(self) -> None:
-        """Note that the plan was deleted."""
+        """Record that the plan was deleted."""
         self.retired = True
 
     def tick(self, written: Collection[torch.Tensor] = ()) -> None:
-        """Note that a cast begins to write, so that derived copies made before are stale. torch
-        counts the write of the tensors ``written``, so that a backward which saved one of them is
-        an error. The cast is ``unfinished`` until the plan says otherwise.
+        """Record that a cast begins to write, so that existing derived copies are stale.
+
+        Torch counts a write of the tensors ``written``, so that a backward which saved one of them
+        raises an error. The cast is ``unfinished`` until the plan ends it.
         """
         self.unfinished |= self.begun_by_casts
         self.ticks += 1
@@ -80,40 +79,42 @@ class CastVersion:
             torch.autograd.graph.increment_version(written)
 
     def begin(self, what: str) -> None:
-        """Note that ``what`` begins to write the plan's weights. Until its :meth:`end`, which an
-        exception leaves out, reading a weight raises :class:`zerocast.UnfinishedStepError`.
+        """Record that ``what`` begins to write the plan's weights.
+
+        Until its :meth:`end`, which is not called after an exception, reading a weight raises
+        :class:`zerocast.UnfinishedStepError`.
         """
         self.unfinished.add(what)
 
     def end(self, what: str) -> None:
-        """Note that ``what`` has written all that it was to write."""
+        """Record that ``what`` has finished writing."""
         self.unfinished.discard(what)
 
     def mark_rebuilt(self) -> None:
-        """Note that the derived copies of all weights of the plan have just been made."""
+        """Record that the derived copies of all weights of the plan have just been made."""
         self.rebuilt_at = next(_clock)
 
 
 class Writes:
-    """The writes of one weight's codes, by plans and by others.
+    """Counters of the writes of one weight's codes, by plans and by other code.
 
     Attributes:
-        others: the number of writes that were not casts of watched plans; corrected when a plan is
+        others: the number of writes other than casts of watched plans; adjusted when a plan is
             watched or forgotten, so that :attr:`version` does not change then.
     """
 
     def __init__(self) -> None:
         self.others = 0
-        self._watched: dict[CastVersion, int] = {}  # the versions of plans, and since when
+        self._watched: dict[CastVersion, int] = {}  # the versions of plans, and watched since when
         self._own_rebuilt_at = self._others_wrote_at = 0
 
     @property
     def version(self) -> int:
-        """A number that every write of codes changes."""
+        """A number that changes with every write of codes."""
         return self.others + sum(version.ticks for version in self._watched)
 
     def note_other(self) -> None:
-        """Note that something other than a plan has just written codes and scales."""
+        """Record that something other than a plan has just written codes and scales."""
         self.others += 1
         CastVersion.all_writes += 1
         self._others_wrote_at = next(_clock)
@@ -126,9 +127,7 @@ class Writes:
 
     @property
     def unfinished(self) -> set[str]:
-        """The names of what has begun to write the weight, in or after the latest cast, and has not
-        ended.
-        """
+        """What has begun, in or after the latest cast, to write the weight and not ended."""
         latest = self._latest
         return set() if latest is None else latest.unfinished
 
@@ -139,13 +138,15 @@ class Writes:
 
     @property
     def _latest(self) -> CastVersion | None:
-        """The plan that cast last, where nothing else has written since."""
+        """The plan that cast last, or None if something else has written since."""
         latest = max(self._watched, key=lambda version: version.ticked_at, default=None)
         return latest if latest and latest.ticked_at > self._others_wrote_at else None
 
     def require_scales(self) -> None:
-        """Raise :class:`StaleCopyError` where the writes :attr:`lack_scales`, and
-        :class:`UnfinishedStepError` where one is :attr:`unfinished`.
+        """Raise an error if the codes and scales are not those of one finished write.
+
+        It is :class:`UnfinishedStepError` if one is :attr:`unfinished`, and
+        :class:`StaleCopyError` if the writes :attr:`lack_scales`.
         """
         if self.unfinished:
             raise UnfinishedStepError(
@@ -166,33 +167,32 @@ class Writes:
 
     @property
     def rebuild_on_use(self) -> bool | None:
-        """Whether the next forward may rebuild derived copies; None where no plan has cast since
-        they were made.
-        """
+        """Whether the next forward may rebuild derived copies; None if they are not stale."""
         stale = self._stale()
         return all(version.rebuild_on_use for version in stale) if stale else None
 
     def watch(self, version: CastVersion) -> None:
-        """Let a tick of ``version`` count as a cast from now on."""
+        """Count each tick of ``version`` as a cast from now on."""
         if version not in self._watched:
             self._forget_retired()
             self._watched[version] = next(_clock)
             self.others -= version.ticks
 
     def mark_rebuilt(self) -> None:
-        """Note that the derived copies have just been made from the present codes."""
+        """Record that the derived copies have just been made from the current codes."""
         self._own_rebuilt_at = next(_clock)
         self._forget([version for version in self._watched if version.retired])
 
     def take_over(self, rebuild_on_use: bool | None) -> None:
-        """Take over the staleness of another weight, given its :attr:`rebuild_on_use`, but not its
-        plans, which cast that weight alone.
+        """Copy the staleness of another weight, given its :attr:`rebuild_on_use`.
+
+        Its plans are not copied, because they cast only that weight.
         """
         if rebuild_on_use is not None:
             self._tick_once(rebuild_on_use)
 
     def _tick_once(self, rebuild_on_use: bool) -> CastVersion:
-        """Watch a version that has ticked and is retired."""
+        """Watch a new version that has ticked once and is retired."""
         version = CastVersion(rebuild_on_use=rebuild_on_use)
         self.watch(version)
         version.tick()
@@ -211,11 +211,11 @@ class Writes:
         self._forget(retired)
         if stale:
             one = self._tick_once(all(version.rebuild_on_use for version in stale))
-            self.others -= 1  # the tick of the one that stands for them
+            self.others -= 1  # the tick of the version that replaces them
             one.has_scales, one.unfinished = not lack_scales, set(unfinished)
 
     def _forget(self, retired: Iterable[CastVersion]) -> None:
-        """Count what these have cast as the writes of others."""
+        """Count the casts of ``retired`` as other writes, and stop watching these versions."""
         for version in retired:
             self.others += version.ticks
             del self._watched[version]

@@ -1,14 +1,14 @@
 """QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are stale.
 
 All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one
-storage, so a cast, a moved buffer or a stale copy is seen by all of them. "Note: derived copies" in
+storage, so all of them see a cast, a moved buffer or a stale copy. "Note: derived copies" in
 :mod:`zerocast.tensors.staleness` says when copies are stale.
 
 Note: codes that are being gathered
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A gather may return before the codes are there, and set :attr:`QuantizedStorage.wait_pending`, which
-waits for them. Every use of the bytes goes through :attr:`QuantizedStorage.buffers` or asks whether
-copies are stale, and both call it first. A tensor that was taken from there before, such as
+A gather may return before the codes have arrived, and set :attr:`QuantizedStorage.wait_pending`,
+which waits for them. Every use of the bytes reads :attr:`QuantizedStorage.buffers` or checks
+whether copies are stale; both call it first. A tensor that was taken earlier, such as
 ``weight.rowwise_data``, is the same memory, and using it does not wait.
 
 NOT here: whether buffers from a file are those of a weight (:mod:`zerocast.tensors.saved_storage`).
@@ -34,20 +34,20 @@ class QuantizedStorage(HeldPlanes):
     """The buffers of one quantized weight.
 
     Attributes:
-        shape, dtype: the nominal ones, which the weight presents to torch.
+        shape, dtype: the nominal ones, which torch sees.
         recipe, tp_shard: as in :class:`HeldPlanes`.
-        wait_pending: called before the buffers are used; returns when codes that are being gathered
-            are there. None where no gather is under way.
-        amax_group: weights with the same one share their tensor amax in every cast; None for a
-            weight that shares none.
-        keeps_source: whether a copy into the weight keeps the value that it was given as
-            :attr:`high_precision_init_val`, even where there was none before.
+        wait_pending: a function, called before the buffers are used, that returns when the codes
+            of a gather have arrived. None if no gather is in flight.
+        amax_group: a label; weights with the same one share their tensor amax in every cast. None
+            for a weight that shares none.
+        keeps_source: whether a copy into the weight keeps the given value as
+            :attr:`high_precision_init_val`, even if there was none before.
         gathered_from: the name of the master from which every gather makes this weight, so that
-            nothing else may write it; None for a weight that is not made so.
-        writes: counts the writes of the codes, and knows which plans make them.
+            nothing else may write it; otherwise None.
+        writes: the counters of the writes of the codes, with the plans that write them.
         plans: the plans of :mod:`zerocast.cast.plan_cache` of which this weight is the first. They
-            refer to the weight, so they are kept here and live as long as it does; a table
-            elsewhere would keep both alive. They are neither copied nor saved.
+            refer to the weight, so they are kept here and have its lifetime; a global table would
+            keep both alive. They are neither copied nor saved.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class QuantizedStorage(HeldPlanes):
         self.keeps_source = False
         self.gathered_from: str | None = None
         self.plans: dict[Hashable, Any] = {}
-        self._name = ""  # of a weight on the meta device, whose state cannot hold it yet
+        self._name = ""  # used on the meta device, where the state cannot hold the name yet
         self.writes = Writes()
         self._init_val: tuple[int, torch.Tensor] | None = None
 
@@ -82,10 +82,10 @@ class QuantizedStorage(HeldPlanes):
         state: bool = True,
         tp_shard: TensorParallelShard | None = None,
     ) -> QuantizedStorage:
-        """Return an unfilled storage: every buffer holds its fill value (codes 0, padding right).
+        """Return an unfilled storage: every buffer holds its fill value (codes 0, valid padding).
 
-        Without ``state`` it does not hold the recipe state, and without ``rowwise`` only what
-        reading the columnwise codes needs; see :meth:`whole`.
+        Without ``state`` it lacks the recipe state; without ``rowwise`` it holds only what reading
+        the columnwise codes needs. See :meth:`whole`.
         """
         specs = recipe.buffers(shape, columnwise=columnwise)
         left_out = set() if state else set(recipe.state)
@@ -94,10 +94,10 @@ class QuantizedStorage(HeldPlanes):
         return cls(shape, dtype, recipe, buffers, tp_shard)
 
     def whole(self, state: Mapping[str, torch.Tensor]) -> QuantizedStorage:
-        """Return what a cast writes: these buffers, ``state``, and scratch for the rest.
+        """Return a storage for a cast: these buffers, ``state``, and scratch for the rest.
 
         Raises:
-            InputError: where a part of the recipe state is in neither.
+            InputError: if a part of the recipe state is in neither.
         """
         buffers = {**self.buffers, **state}
         missing = [name for name in self.recipe.state if name not in buffers]
@@ -111,7 +111,7 @@ class QuantizedStorage(HeldPlanes):
         return QuantizedStorage(self.shape, self.dtype, self.recipe, buffers, self.tp_shard)
 
     def _lacking(self, held: Mapping[str, Any], *, columnwise: bool) -> dict[str, torch.Tensor]:
-        """Allocate those of a weight's buffers, unfilled, that ``held`` lacks."""
+        """Allocate, unfilled, the buffers of a weight that ``held`` lacks."""
         specs: Mapping[str, BufferSpec] = self.recipe.buffers(self.shape, columnwise=columnwise)
         return {n: spec.allocate(self.device) for n, spec in specs.items() if n not in held}
 
@@ -132,33 +132,31 @@ class QuantizedStorage(HeldPlanes):
 
     @property
     def can_derive_columnwise(self) -> bool:
-        """Whether a columnwise copy that is not there can be made from the rowwise codes."""
+        """Whether a missing columnwise copy can be made from the rowwise codes."""
         columnwise = self.recipe.planes(self.shape)[-1]
         kept = self.recipe.buffers(self.shape, columnwise=True).keys() - set(columnwise.buffers)
         return self.has_rowwise and columnwise.is_derived and kept <= set(self._buffers)
 
     def add_columnwise(self) -> None:
-        """Make room for a columnwise copy, unfilled, that is not there and can be derived."""
+        """Allocate, unfilled, a columnwise copy that is missing and can be derived."""
         self.buffers.update(self._lacking(self.buffers, columnwise=True))
         self._form = None
         announce()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The stored tensors, by the names of :meth:`Recipe.buffers`, once their codes are here."""
+        """The stored tensors, by the names of :meth:`Recipe.buffers`; waits for a gather."""
         if self.wait_pending is not None:
             self.wait_pending()
         return self._buffers
 
     @property
     def matrices(self) -> list[QuantizedStorage]:
-        """The matrices of a stack, in order: what operands are made of. This storage itself where
-        it is one tensor.
-        """
+        """The matrices of a stack, in order, for operands; otherwise this storage itself."""
         return [self.matrix(i) for i in range(self.form.num_matrices)] if self.stack else [self]
 
     def matrix(self, index: int) -> QuantizedStorage:
-        """Matrix ``index`` of a stack, around views of these buffers as they lie now."""
+        """Return matrix ``index`` of a stack, as views of the current buffers."""
         dims = len(self.stack)
         buffers = {name: b.flatten(end_dim=dims - 1)[index] for name, b in self.buffers.items()}
         tp_shard = None if self.tp_shard is None else self.tp_shard.of_matrix(self.recipe)
@@ -168,7 +166,7 @@ class QuantizedStorage(HeldPlanes):
 
     @property
     def first_matrix(self) -> int:
-        """The place, in the whole stack, of the first matrix of this one."""
+        """The index, in the whole stack, of the first matrix of this one."""
         return 0 if self.tp_shard is None else self.tp_shard.first_matrix(self.recipe)
 
     @property
@@ -184,7 +182,7 @@ class QuantizedStorage(HeldPlanes):
         return next(iter(self._buffers.values())).device
 
     def name_weight(self, name: str) -> None:
-        """Give the weight the name that its random bits depend on, where it has none yet.
+        """Set the name that the weight's random bits depend on, unless it has one.
 
         Only stochastic rounding uses it. The first name stays, so the bytes do not depend on what
         casts the weight later. Matrix ``i`` of the stack ``experts`` is ``experts[i]``.
@@ -197,13 +195,13 @@ class QuantizedStorage(HeldPlanes):
         elif int(counter.view(-1)[0]) == 0:
             count, first = counter.numel() // 2, self.first_matrix
             names = [f"{name}[{first + i}]" for i in range(count)] if self.stack else [name]
-            hashes = [zlib.crc32(each.encode()) or 1 for each in names]  # 0: it has no name
+            hashes = [zlib.crc32(each.encode()) or 1 for each in names]  # 0 means: no name
             counter.view(count, 2)[:, 0] = torch.tensor(
                 hashes, dtype=counter.dtype, device=counter.device
             )
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` (same shape, dtype, device; contiguous) be the buffer ``name``."""
+        """Make ``tensor`` (same shape, dtype, device; contiguous) the buffer ``name``."""
         old = self.buffers[name]
         assert (tensor.shape, tensor.dtype, tensor.device) == (old.shape, old.dtype, old.device)
         self.buffers[name] = tensor
@@ -213,23 +211,23 @@ class QuantizedStorage(HeldPlanes):
 
     @property
     def version(self) -> int:
-        """Changes with every write of codes, by a plan's cast or by a copy.
+        """A number that changes with every write of codes, by a plan's cast or by a copy.
 
-        What was computed from the codes (a saved forward, say) is valid as long as this does not
-        change. torch's version counters of weight and codes count these writes, too, for operations
-        and graphs of torch that save one of them.
+        What was computed from the codes (a saved forward, say) is valid while this does not
+        change. Torch's version counters of weight and codes count these writes, too, for torch's
+        operations and graphs that save one of them.
         """
         return self.writes.version
 
     def mark_written(self) -> None:
-        """Note that something other than a plan has just written the codes."""
+        """Record that something other than a plan has just written the codes."""
         self.writes.note_other()
         self._init_val = None
         torch.autograd.graph.increment_version(counted_by_torch(self.codes))
 
     @property
     def high_precision_init_val(self) -> torch.Tensor | None:
-        """The value that the codes were made from, on the CPU; None where they changed since."""
+        """The value that the codes were made from, on the CPU; None if they changed since."""
         if self._init_val is None or self._init_val[0] != self.version:
             return None
         return self._init_val[1]
@@ -248,7 +246,7 @@ class QuantizedStorage(HeldPlanes):
         return self.writes.were_cast and bool(self.derived_names)
 
     def derived(self, name: str) -> torch.Tensor:
-        """Return the columnwise buffer ``name``; :class:`StaleCopyError` where it is stale."""
+        """Return the columnwise buffer ``name``; raise :class:`StaleCopyError` if it is stale."""
         self.writes.require_scales()
         if self.is_stale:
             raise StaleCopyError(
@@ -276,8 +274,8 @@ class QuantizedStorage(HeldPlanes):
     ) -> QuantizedStorage:
         """Return the same bytes in new buffers, on ``device``, under the nominal ``dtype``.
 
-        The copy is stale where this storage is; its plans are not copied. The high-precision
-        initial value is shared, because it is only read.
+        The copy is stale if this storage is; its plans are not copied. The high-precision initial
+        value is shared, because it is only read.
         """
         self.writes.require_scales()
         buffers = {name: b.to(device or b.device, copy=True) for name, b in self.buffers.items()}
@@ -290,7 +288,7 @@ class QuantizedStorage(HeldPlanes):
         return copy
 
     def materialized(self, device: torch.device) -> QuantizedStorage:
-        """Return an unfilled storage like this one, which is on the meta device, on ``device``."""
+        """Return an unfilled storage on ``device`` like this one on the meta device."""
         made = QuantizedStorage.empty(
             self.shape, self.dtype, self.recipe, device, columnwise=self.has_columnwise,
             rowwise=self.has_rowwise, state=self.is_whole, tp_shard=self.tp_shard,
@@ -301,11 +299,11 @@ class QuantizedStorage(HeldPlanes):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStorage:
-        """Copy by :meth:`to`; aliases of one weight share one storage in the copy, too."""
+        """Copy by :meth:`to`; copied aliases of one weight also share one storage."""
         copy = memo[id(self)] = self.to()
         return copy
 
 
 def counted_by_torch(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Select those of ``tensors`` whose writes torch counts."""
+    """Return those of ``tensors`` whose writes torch counts."""
     return [tensor for tensor in tensors if not tensor.is_inference()]

@@ -1,12 +1,11 @@
-"""TensorParallelShard: the rows or columns of a weight that one rank of a tensor-parallel group
-holds.
+"""TensorParallelShard: the rows or columns of a weight that one tensor-parallel rank holds.
 
-A rank of tensor parallelism has its shard as a separate weight, with its own layout of codes and
-scales. Its scales make it different from any other weight: an amax over elements of several shards
-is taken over all of them. So a shard has exactly the bytes that it would have in the cast of the
-whole weight.
+A tensor-parallel rank has its shard as a separate weight, with a separate layout of codes and
+scales. Its scales differ from those of an independent weight: an amax over elements of several
+shards is taken over all of them. So a shard has exactly the bytes that it would have in the cast of
+the whole weight.
 
-NOT here: who reduces those amaxes (:mod:`zerocast.tensors.quantize` for one weight,
+NOT here: the reduction of those amaxes (:mod:`zerocast.tensors.quantize` for one weight,
 :mod:`zerocast.cast` for a plan), and how ranks agree that their shards make up a whole
 (:func:`check_tp_shards` says what is compared).
 """
@@ -33,26 +32,26 @@ LINES = ("rows", "columns")
 
 @dataclass(frozen=True)
 class TensorParallelShard:
-    """Rows or columns ``[start, start + size)`` of a weight of shape ``whole``, whose others the
-    other ranks of ``comm`` hold.
+    """Rows or columns ``[start, start + size)`` of a weight of shape ``whole``.
 
-    A weight is the matrix [M, K], M the product of the leading dimensions and K the last one. The
-    shards of a group are of one dimension and cover the whole once; a shard may be empty. Of a
-    weight [..., M, K] that is quantized matrix by matrix (experts) a shard has columns of each
-    matrix, rows of each, or as entries of the first dimension whole matrices.
+    The other ranks of ``comm`` hold the others. A weight is the matrix [M, K], where M is the
+    product of the leading dimensions and K is the last one. The shards of a group divide one
+    dimension and cover the whole once; a shard may be empty. If a weight [..., M, K] is quantized
+    matrix by matrix (experts), a shard has columns of each matrix, rows of each, or whole matrices
+    (entries of the first dimension).
 
     Attributes:
         whole: the shape of the whole weight.
-        dim: 0 where rows are sharded, 1 where columns are.
+        dim: 0 if rows are sharded, 1 if columns are.
         start, size: in rows, or columns, of the matrix.
-        comm: the tensor-parallel group. None in a shard that was unpickled, for a group cannot be
-            saved; a cast then asks for it.
+        comm: the tensor-parallel group. None in a shard that was unpickled, because a group cannot
+            be saved; a cast then requires one.
         per_matrix: whether the rows are those of each matrix [M, K] of a weight [..., M, K], and
             not entries of its first dimension.
 
     Raises:
-        InputError: for a range outside of the whole, or rows that are no multiple of those of one
-            entry of the first dimension.
+        InputError: for a range outside of the whole, or rows that are not whole entries of the
+            first dimension.
     """
 
     whole: torch.Size
@@ -100,8 +99,9 @@ class TensorParallelShard:
 
     @classmethod
     def chunk(cls, whole: Sequence[int], dim: int, comm: Communicator) -> TensorParallelShard:
-        """Make the shard of ``comm``'s rank where a dimension is sharded as ``torch.chunk`` and
-        DTensor's ``Shard(dim)`` shard it: ceil(n / size) entries each, later ranks fewer or none.
+        """Return the shard of ``comm``'s rank, as ``torch.chunk`` and DTensor's ``Shard(dim)`` do.
+
+        Each has ceil(n / size) entries; later ranks have fewer or none.
 
         Args:
             whole: the shape of the whole weight.
@@ -147,42 +147,44 @@ class TensorParallelShard:
 
     @property
     def step(self) -> int:
-        """The number of rows of one entry of the dimension that is sharded."""
+        """The number of rows of one entry of the sharded dimension."""
         return 1 if self.dim == COLUMNS or self.per_matrix else math.prod(self.whole[1:-1])
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this shard of ``tensor``, which has the whole's shape: a view."""
+        """Return this shard of ``tensor``, which has the whole's shape, as a view."""
         at = -1 if self.dim == COLUMNS else -2 if self.per_matrix else 0
         return tensor.narrow(at, self.start // self.step, self.size // self.step)
 
     def has_whole_matrices(self, recipe: Recipe) -> bool:
-        """Whether it is matrices of a weight that ``recipe`` quantizes matrix by matrix, so that
-        ranks have nothing in common.
+        """Return whether the shard is matrices of a weight that is quantized matrix by matrix.
+
+        Ranks then share no amax.
         """
         is_stack = len(recipe.stack_of(self.whole)) > 0
         return is_stack and self.dim == ROWS and not self.per_matrix
 
     def first_matrix(self, recipe: Recipe) -> int:
-        """The place in the whole of the first matrix that it has something of."""
+        """Return the index in the whole of the first matrix that the shard is a part of."""
         return self.start // max(self.whole[-2], 1) if self.has_whole_matrices(recipe) else 0
 
     def of_matrix(self, recipe: Recipe) -> TensorParallelShard | None:
-        """Return what it has of each matrix of a weight that ``recipe`` quantizes matrix by matrix;
-        None for all of it.
+        """Return the part that the shard has of each matrix; None if it has whole matrices.
+
+        ``recipe`` quantizes the weight matrix by matrix.
         """
         if self.has_whole_matrices(recipe):
             return None
         return TensorParallelShard(self.whole[-2:], self.dim, self.start, self.size, self.comm)
 
     def is_spanned_by(self, plane: Plane, recipe: Recipe) -> bool:
-        """Whether blocks of ``plane``, of a weight under ``recipe``, reach across other shards."""
+        """Return whether blocks of ``plane``, of a weight under ``recipe``, span other shards."""
         return plane.spans(self.dim) and not self.has_whole_matrices(recipe)
 
     def require_comm(self) -> Communicator:
         """Return the tensor-parallel group.
 
         Raises:
-            InputError: where the shard was unpickled.
+            InputError: if the shard was unpickled.
         """
         if self.comm is None:
             raise InputError(
@@ -193,12 +195,12 @@ class TensorParallelShard:
         return self.comm
 
     def check(self, recipe: Recipe, shape: Sequence[int], *, columnwise: bool = True) -> None:
-        """Raise :class:`InputError` where a tensor of ``shape`` is not this shard, ``recipe``
-        cannot hold the whole, or this shard begins or ends inside a block.
+        """Raise :class:`InputError` if a tensor of ``shape`` cannot be this shard under ``recipe``.
 
-        The last shard may end where the whole does, and an empty one may lie anywhere. Blocks that
-        reach across the whole weight (FP8 with one scale, or with one a row) are sharded anywhere:
-        their amaxes are shared. So are matrices of a weight that is quantized matrix by matrix.
+        That is if it has another shape, ``recipe`` cannot hold the whole, or this shard begins or
+        ends inside a block. The last shard may end where the whole does, and an empty one may be
+        anywhere. A shard may begin anywhere if blocks span the whole weight (FP8 with one scale, or
+        with one per row), because their amaxes are shared, or if it has whole matrices.
         """
         recipe.check_shape(self.whole)
         if tuple(shape) != tuple(self.shape):
@@ -218,10 +220,11 @@ class TensorParallelShard:
                 )
 
     def shared(self, recipe: Recipe, *, columnwise: bool) -> list[range]:
-        """Say which entries of the amaxes of the shard (:attr:`QuantizedStorage.amax_slots`), or of
-        each of its matrices, are amaxes over other shards, too: of blocks that reach across shards,
-        and the tensor's where scales depend on it. The same on all ranks, but for where in its
-        buffer a rank has them.
+        """Return which entries of the amaxes of the shard, or of each matrix, span other shards.
+
+        They are entries of :attr:`QuantizedStorage.amax_slots`: of blocks that span shards, and the
+        tensor's if scales depend on it. They are the same amaxes on all ranks, but their places in
+        the buffer may differ.
         """
         ranges, at = list[range](), 0
         if self.has_whole_matrices(recipe):
@@ -236,12 +239,13 @@ class TensorParallelShard:
         return ranges
 
     def check_group(self, line: str, error: ZerocastError | None) -> None:
-        """Raise on every rank of the group what is wrong on any: its ``error``, another ``line``,
-        or shards that do not cover the whole once. Collective.
+        """Raise on every rank of the group what is wrong on any. Collective.
+
+        That is an ``error``, a ``line`` that differs, or shards that do not cover the whole once.
 
         Args:
-            line: a text of what ranks must have in common beside the whole and the dimension;
-                ignored where there is an ``error``.
+            line: a text of what ranks must have in common besides the whole and the dimension;
+                ignored with an ``error``.
         """
         comm = self.require_comm()
         line = f"{tuple(self.whole)} sharded by {self.kind}, {line}"
@@ -250,7 +254,7 @@ class TensorParallelShard:
 
     @property
     def kind(self) -> str:
-        """What is sharded."""
+        """What is sharded, as text."""
         return LINES[self.dim] + (" of each matrix" if self.per_matrix else "")
 
     def __str__(self) -> str:
@@ -268,15 +272,16 @@ class TensorParallelShard:
 
 
 def _cast_planes(recipe: Recipe, shape: Sequence[int], *, columnwise: bool) -> list[Plane]:
-    """Return the planes that have amaxes of their own, in the order of the amax buffer."""
+    """Return the planes that have separate amaxes, in the order of the amax buffer."""
     return [plane for plane in recipe.planes(shape, columnwise=columnwise) if plane.is_cast]
 
 
 def check_held_shape(
     recipe: Recipe, shape: Sequence[int], tp_shard: TensorParallelShard | None, *, columnwise: bool
 ) -> None:
-    """Raise :class:`InputError` where ``recipe`` cannot hold a weight of ``shape``, or the weight
-    is not what ``tp_shard`` says of it.
+    """Raise :class:`InputError` if ``recipe`` cannot hold a weight of ``shape``.
+
+    Also raise it if the weight does not match its ``tp_shard``.
     """
     if tp_shard is None:
         recipe.check_shape(shape)
@@ -287,12 +292,13 @@ def check_held_shape(
 def check_tp_shards(
     comm: Communicator, names: Sequence[str], tp_shards: Sequence[TensorParallelShard]
 ) -> torch.Tensor:
-    """Raise :class:`RankMismatchError` on every rank where the shards of a weight do not cover the
-    whole once; collective over ``comm``. All ranks have agreed on everything else before.
+    """Raise :class:`RankMismatchError` on every rank unless shards cover each weight once.
+
+    Collective over ``comm``. All ranks have already compared everything else.
 
     Args:
         names: the names of the weights in messages.
-        tp_shards: this rank's, one a weight.
+        tp_shards: this rank's shards, one per weight.
 
     Returns:
         int64 [size, len(tp_shards), 2] on the CPU: where each rank's shards start and end.

@@ -1,8 +1,8 @@
 """untraced: keeps torch.compile out of functions that read addresses and launch kernels.
 
-``torch._disable_dynamo`` does so, too. But its first call imports torch's compiler, which takes
-seconds in every process, and each call tells that compiler to stand aside, where it is not at work
-as well. Here both are left to threads in which something compiled runs.
+``torch._disable_dynamo`` does this, too. But its first call imports torch's compiler, which takes
+seconds in every process, and each call disables the compiler even if it is not active. Here both
+happen only in threads that run compiled code.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _compiler_at_work: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", lambda: "")
-"""Returns None where this thread runs nothing compiled. Where torch cannot tell, it may."""
+"""Returns None if this thread runs nothing compiled. If torch lacks the query, returns a value."""
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let compiled code call ``function`` as it is, between two graphs; a graph that must be whole
-    is refused by torch.
+    """Make compiled code call ``function`` untraced, between two graphs.
+
+    Torch refuses this for code that must be one graph.
     """
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # The compiler, which may follow a call until here, knows the first answer.
+        # The compiler may trace to here; it knows the value of the first condition.
         if torch.compiler.is_dynamo_compiling() or _compiler_at_work() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)

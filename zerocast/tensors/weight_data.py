@@ -1,9 +1,9 @@
 """WeightData: the buffers of a quantized weight, by name: codes, scales and recipe state.
 
-Each is an alias of the buffer, made at each access: what is written to it is written to the weight.
-To give the alias other memory (``.data = ...``, ``set_``) does not move the weight, so nobody needs
-to look for that (:mod:`zerocast.tensors.ledger`). Reading a buffer that is missing or stale raises
-an error that says how to get it.
+Each access returns a new alias of the buffer: a write to it writes the weight. Giving the
+alias other memory (``.data = ...``, ``set_``) does not move the weight, so this need not be checked
+(:mod:`zerocast.tensors.ledger`). Reading a buffer that is missing or stale raises an error that
+says how to get it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class WeightData(torch.Tensor):
 
     @property
     def rowwise_data(self) -> torch.Tensor:
-        """uint8: the codes, which an all-gather moves; live memory.
+        """uint8: the codes, which an all-gather moves; an alias of the buffer.
 
         Raises:
-            MissingDataError: a quantizer made only the columnwise codes.
+            MissingDataError: if a quantizer made only the columnwise codes.
         """
         return self._rowwise("rowwise_data")
 
@@ -53,13 +53,15 @@ class WeightData(torch.Tensor):
 
     @property
     def columnwise_data(self) -> torch.Tensor:
-        """uint8: the codes that the transposed GEMM reads: of the transposed weight [K, M], or
-        [M, K] where they are quantized independently of the rowwise ones (MX, row-wise FP8).
-        Where one plane of codes serves both, that is :attr:`rowwise_data`.
+        """uint8: the codes that the transposed GEMM reads.
+
+        They are those of the transposed weight [K, M], or [M, K] if they are quantized
+        independently of the rowwise ones (MX, row-wise FP8). If one plane of codes serves both,
+        this is :attr:`rowwise_data`.
 
         Raises:
-            MissingDataError: the weight was made with ``columnwise=False``.
-            StaleCopyError: a cast has changed the codes since.
+            MissingDataError: if the weight was made with ``columnwise=False``.
+            StaleCopyError: if a cast has changed the codes since.
         """
         return self._columnwise("columnwise_data", shared="rowwise_data")
 
@@ -67,7 +69,7 @@ class WeightData(torch.Tensor):
     def columnwise_scale_inv(self) -> torch.Tensor:
         """The scales of :attr:`columnwise_data`, with the same errors.
 
-        Where a recipe has one plane of scales for both, that is :attr:`rowwise_scale_inv`.
+        If a recipe has one plane of scales for both, this is :attr:`rowwise_scale_inv`.
         """
         return self._columnwise("columnwise_scale_inv", shared="rowwise_scale_inv")
 
@@ -76,7 +78,7 @@ class WeightData(torch.Tensor):
         """FP32 [1]: the tensor's amax, in recipes that store it. (It hides ``Tensor.amax()``.)
 
         Raises:
-            MissingDataError: in the others.
+            MissingDataError: under other recipes.
         """
         if "amax" not in self.quantized_storage.buffers:
             raise MissingDataError(
@@ -90,7 +92,7 @@ class WeightData(torch.Tensor):
         """FP32 [1]: the scale of the next cast, under delayed scaling.
 
         Raises:
-            MissingDataError: under other recipes; so do the other buffers of the recipe state.
+            MissingDataError: under other recipes, as for the other buffers of the recipe state.
         """
         return self._state("scale")
 
@@ -112,8 +114,8 @@ class WeightData(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the value as a plain tensor of ``dtype``, by default the nominal one.
 
-        It is that of the rowwise codes, or of the columnwise ones if there are no others. No
-        gradient flows through it; torch's own operations on the weight have one.
+        The value is that of the rowwise codes, or of the columnwise ones if there are no rowwise
+        ones. No gradient flows through it; torch's own operations on the weight have one.
         """
         columnwise = not self.quantized_storage.has_rowwise
         return dequantize(self.quantized_storage, columnwise=columnwise).to(
@@ -123,13 +125,13 @@ class WeightData(torch.Tensor):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Free the rowwise or the columnwise copy (False), require it (True), or leave it as it is
-        (None). A required columnwise copy that is missing is made, if the rowwise codes determine
-        it.
+        """Free the rowwise or the columnwise copy (False), require it (True), or keep it (None).
+
+        A required columnwise copy that is missing is made, if the rowwise codes determine it.
 
         Raises:
-            InputError: where nothing would be left.
-            MissingDataError: where a required copy is missing and cannot be derived.
+            InputError: if nothing would be left.
+            MissingDataError: if a required copy is missing and cannot be derived.
         """
         held = (self.quantized_storage.has_rowwise, self.quantized_storage.has_columnwise)
         keeps_rowwise, keeps_columnwise = (
@@ -154,13 +156,14 @@ class WeightData(torch.Tensor):
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor]:
-        """``weight.get_high_precision_init_val()`` is the value that the codes were made from, on
-        the CPU in its own dtype. An optimizer starts its masters from it. It is dropped once the
-        codes have been cast again.
+        """``weight.get_high_precision_init_val()`` returns the value that the codes were made from.
+
+        It is on the CPU, in its original dtype. An optimizer starts its masters from it. It is
+        dropped once the codes have been cast again.
 
         Raises:
-            MissingDataError: where none is kept. ``hasattr`` then says that there is no such
-                method, by which frameworks decide whether to call it.
+            MissingDataError: if no value is kept. ``hasattr`` then returns False, which frameworks
+                use to decide whether to call the method.
         """
         value = self.quantized_storage.high_precision_init_val
         if value is None:
@@ -192,7 +195,7 @@ class WeightData(torch.Tensor):
         return self.quantized_storage.buffers[name].detach()
 
     def _columnwise(self, name: str, shared: str) -> torch.Tensor:
-        """Return the buffer ``name``, or the one that serves both copies where there is none."""
+        """Return the buffer ``name``, or if missing the one that serves both copies."""
         self._require_columnwise(name)
         storage = self.quantized_storage
         return storage.derived(name if name in storage.buffers else shared).detach()
@@ -218,8 +221,8 @@ def _held(name: str) -> property:
 
 
 HELD = "_held_"
-"""Before the name of a buffer, that of the attribute by which torch.compile finds the buffer itself
-among the inputs of a graph."""
+"""Prefix of the attributes, named after buffers, in which torch.compile finds the buffers that are
+inputs of a graph."""
 
 for _name in (
     "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "scale",

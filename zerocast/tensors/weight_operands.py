@@ -1,6 +1,4 @@
-"""The operands of a weight's cast, transpose and decoding: its buffers and planes, as backends take
-them.
-"""
+"""The operands of a weight's cast, transpose and decoding: buffers and planes, as backends need."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from zerocast.tensors.tp_shard import COLUMNS
 
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """The places of the amaxes of one weight.
+    """The memory of the amaxes of one weight.
 
     Attributes:
-        tensor: int32 [1]; None of a weight that is not cast.
-        blocks: by the name of each plane that is cast, int32: those of its blocks, or of those that
-            this rank keeps.
-        first_block: by the name of such a plane, the number of the first block of these; 0 for one
-            that is not there.
+        tensor: int32 [1], the tensor's amax; None for a weight that is not cast.
+        blocks: by the name of each plane that is cast, int32: the amaxes of its blocks, or of those
+            that this rank keeps.
+        first_block: by the name of a plane, the number of the first block of these; a missing entry
+            means 0.
     """
 
     tensor: torch.Tensor | None
@@ -53,18 +51,18 @@ def tensor_operand(
     advances: bool = True,
     judges_amaxes: bool = False,
 ) -> TensorOperand:
-    """Make the operand of a weight, without the plane that is cast from the transposed tensor.
+    """Return the operand of a weight, without the plane that is cast from the transposed tensor.
 
     Args:
         storage: the weight's bytes.
-        slot: the place of the master in :class:`Masters`.
-        extent: the elements that it holds.
+        slot: the index of the master in :class:`Masters`.
+        extent: the elements that the master holds.
         amaxes: the amaxes of a weight that is cast.
-        own_codes: by name of a buffer, one that receives the shard's codes in its place, from the
-            byte on in which the extent starts.
+        own_codes: by buffer name, a buffer that receives the shard's codes instead, from the byte
+            on in which the extent starts.
         candidates: the candidates of a weight whose blocks choose their scales.
         advances: whether the state of delayed scaling advances with the cast.
-        judges_amaxes: whether the tensor's amax is asked for even where no scale needs it.
+        judges_amaxes: whether the tensor's amax is needed even if no scale depends on it.
     """
     recipe, buffers = storage.recipe, storage.buffers
     codes = {**buffers, **(own_codes or {})}
@@ -99,9 +97,10 @@ def tensor_operand(
 
 
 def scale_operand(operand: TensorOperand, own: Mapping[str, OwnScales]) -> TensorOperand:
-    """Return the weight of ``operand`` as its scales are made where some travel between ranks: of
-    the planes in ``own``, by name, this rank makes its own scales alone, and those that are derived
-    from them are expanded after the gather.
+    """Return the operand that makes scales if ranks gather some: by plane name those in ``own``.
+
+    Of these planes this rank makes only its own scales. Scales that are derived from them are
+    expanded after the gather.
     """
     if not own:
         return operand
@@ -119,8 +118,9 @@ def scale_operand(operand: TensorOperand, own: Mapping[str, OwnScales]) -> Tenso
 
 
 def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> PlaneBuffers:
-    """Return a plane of one row that holds this rank's scales one a block; without ``scale_inv``
-    where it makes none.
+    """Return a plane of one row with this rank's scales, one per block.
+
+    It has no ``scale_inv`` if the rank makes no scale.
     """
     assert buffers.block_amax is not None
     grid = BlockGrid(1, max(len(own.blocks), 1), 1, 1)
@@ -136,8 +136,10 @@ def _compact(operand: TensorOperand, buffers: PlaneBuffers, own: OwnScales) -> P
 def expand_operand(
     storage: QuantizedStorage, compact: Mapping[str, torch.Tensor]
 ) -> TensorOperand | None:
-    """Return the stored scales of a weight that are made from its ``compact`` ones, one a block, by
-    the name of the plane that these belong to; None where there are none.
+    """Return the operand that expands ``compact`` scales into a weight's stored scales, or None.
+
+    ``compact`` has one scale per block, by the name of their plane. The result is None if the
+    weight has no such plane.
     """
     planes = []
     for plane in storage.planes:
@@ -150,15 +152,16 @@ def expand_operand(
 
 
 def _amaxes_of(plane: Plane) -> str:
-    """Return the name of the plane whose amaxes a plane's scales are made from."""
+    """Return the name of the plane whose amaxes a plane's scales are computed from."""
     return plane.name if plane.is_cast else "rowwise"
 
 
 def transposed_operand(
     storage: QuantizedStorage, plane: Plane, slot: int, amax: torch.Tensor
 ) -> TensorOperand:
-    """Return the transposed tensor, whose master is at ``slot``: what is cast into ``plane``. Its
-    rows are whole bytes.
+    """Return the operand that casts the transposed tensor, the master at ``slot``, into ``plane``.
+
+    Its rows are whole bytes.
     """
     buffers, whole = storage.buffers, plane.in_whole_bytes(storage.form.numerics.fmt.bits)
     amaxes = block_amaxes(storage, amax, amax[-1:])
@@ -175,9 +178,7 @@ def transposed_operand(
 
 
 def decoded_operand(storage: QuantizedStorage, plane: Plane, values: torch.Tensor) -> TensorOperand:
-    """Return the codes of ``plane``, and the FP32 tensor of the matrix of its grid that receives
-    their values.
-    """
+    """Return the operand that decodes the codes of ``plane`` into ``values``, FP32."""
     rowwise, buffers = storage.planes[0], storage.buffers
     codes = buffers[plane.codes_name if plane.stores_codes else rowwise.codes_name]
     scale_inv = buffers[plane.scales_name if plane.stores_scales else rowwise.scales_name]
@@ -198,7 +199,7 @@ def block_amaxes(
 
 
 def _rounding(storage: QuantizedStorage, plane: Plane) -> Rounding | None:
-    """Say where the random bits of what is cast into ``plane`` come from."""
+    """Return the source of the random bits for a cast into ``plane``, or None."""
     recipe, tp_shard = storage.recipe, storage.tp_shard
     rounding = recipe.rounding(storage.buffers)
     if rounding is None or tp_shard is None:
