@@ -1,4 +1,4 @@
-"""AmaxBuffers: where the amaxes of a plan's weights are, and which of them ranks reduce.
+"""AmaxBuffers: the memory of the amaxes of a plan's weights, and which of them ranks reduce.
 
 Note: full and boundary
 ~~~~~~~~~~~~~~~~~~~~~~~

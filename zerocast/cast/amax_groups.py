@@ -155,7 +155,7 @@ def amax_group_labels(patterns: Patterns, names: Sequence[str]) -> list[str | No
 
 
 def _match(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What stands for the wildcards, or None where the name does not match."""
+    """Return the text matched by each wildcard, or None if the name does not match."""
     # Every wildcard becomes a group of a regular expression.
     wildcards = {"*": "(.*)", "?": "(.)"}
     pieces = re.split(r"([*?])", pattern)

@@ -184,8 +184,9 @@ def _exchange(
 def _exchange_tp_shards(
     comm: Communicator, specs: Sequence[ShardSpec], options: str
 ) -> tuple[Owners, int]:
-    """Compare and exchange within one tensor-parallel group; return the rows or columns of each
-    rank's shards, and the fingerprint.
+    """Compare and exchange within one tensor-parallel group; return its owners and fingerprint.
+
+    The owners are those of rows or columns.
     """
     lines = check_descriptions(comm, describe_whole, specs, options, None)
     tp_shards = [spec.storage.tp_shard for spec in specs]

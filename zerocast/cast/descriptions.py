@@ -105,7 +105,7 @@ def check_descriptions(
 def _lines(
     describe: Callable[[ShardSpec], dict[str, str]], specs: Sequence[ShardSpec]
 ) -> list[str]:
-    """Return the distinct descriptions; then per weight the index of its own, name and state."""
+    """Return the distinct descriptions; then per weight the index of one, name and state."""
     places: dict[str, int] = {}
     place_of: dict[tuple[Any, ...], int] = {}
     lines = []

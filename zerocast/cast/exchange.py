@@ -8,10 +8,10 @@ boundary" in :mod:`zerocast.cast.amax_buffers` says which amaxes are reduced.
 Note: a rank in trouble
 ~~~~~~~~~~~~~~~~~~~~~~~
 A rank that cannot cast (a master was resized, a launch failed) still takes part in the reduction of
-amaxes, and contributes :data:`TROUBLE` for all of its entries. It is larger than any amax and step,
-so every rank of its groups reads it in place of the step. No rank waits for a rank that has left,
-and nothing more is sent when there is no error. Groups without the failing rank receive the error
-in later reductions, from ranks that are also in its group.
+amaxes. It contributes :data:`TROUBLE` for all of its entries. That is larger than any amax and
+step, so every rank of its groups reads it in place of the step. No rank waits for a rank that has
+left. Without an error nothing more is sent. Other groups receive the error in later reductions,
+from ranks that are also in a group of the failing rank.
 
 If the host takes no part in a reduction (NCCL on a GPU), it does not wait to read an entry. Then
 only the failing rank raises. The scales that the others compute from reduced amaxes become NaN, and
@@ -19,8 +19,8 @@ so do their codes.
 
 Note: a rank at another step
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that skips or repeats a whole step calls the same collectives as the others, but with the
-masters of another step. So each group's entries end with the step number and its negative. Their
+A rank that skips or repeats a whole step calls the same collectives as the others, with the masters
+of another step. So each group's entries end with the step number and its negative. Their
 maxima give the highest and the lowest step number of all ranks; every rank that reads entries
 checks that the two are equal.
 """

@@ -55,7 +55,7 @@ def raise_if_not_finite(
         troubles += _worst(comm, [trouble and trouble * _RANKS + comm.rank for trouble in own])
     tp_shards: dict[Communicator, list[int]] = {}
     for i, spec in enumerate(bad):
-        # Under other schemes a shard has a separate tensor amax, which these ranks have.
+        # Under other schemes a shard has a separate tensor amax, known to these ranks.
         if spec.storage.tp_shard is not None and spec.storage.recipe.scales_tensor:
             tp_shards.setdefault(spec.storage.tp_shard.require_comm(), []).append(i)
     for comm, indices in tp_shards.items():

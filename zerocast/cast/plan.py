@@ -68,10 +68,10 @@ class CastPlan(Uncopied):
         manual_post_all_gather_processing: if True, the caller must call
             :func:`zerocast.post_all_gather_processing` after the all-gather; reading a derived copy
             before that raises. If False, the next forward of a weight rebuilds its derived copies.
-        check_finite: raise :class:`NonFiniteError` on every rank, before any code or scale is
-            written, if a master holds a NaN, or an infinity after rounding to the weight's dtype.
-            For NVFP4 also if it holds a value that decodes to an infinity (above 7.595e35). Costs
-            one host synchronisation per cast.
+        check_finite: raise :class:`NonFiniteError` on every rank if a master holds a NaN, or an
+            infinity after rounding to the weight's dtype. For NVFP4 also if it holds a value that
+            decodes to an infinity (above 7.595e35). No code or scale is written then. Costs one
+            host synchronisation per cast.
         amax_groups: weights that a server fuses and that must share one tensor amax, as
             patterns of their ``names``: ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; see
             :mod:`zerocast.cast.amax_groups`. Groups that :func:`zerocast.nn.convert` made are kept.

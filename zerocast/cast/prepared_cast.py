@@ -162,7 +162,7 @@ class PreparedCast:
                 self.bind([None] * len(self._specs))
 
     def divide(self, stages: Sequence[Sequence[int]]) -> None:
-        """Make the weights of each stage, given by their indices, a separate cast."""
+        """Cast the weights of each stage, given by their indices, by separate launches."""
         self._stages = self._matrices.of_each(stages)
         self._prepare()
 

@@ -199,8 +199,8 @@ def check_amax_groups(
 ) -> None:
     """Raise :class:`InputError` if weights of one amax group do not match.
 
-    They must have one recipe and dtype, be sharded over one group of ranks, be stacks of the same
-    matrices, and be held by one tensor-parallel group or none.
+    They must have one recipe and dtype, and be sharded over one group of ranks. They must be held
+    by one tensor-parallel group or none, and be stacks of the same matrices.
     """
     comm_of = {i: comm for comm, indices in members.items() for i in indices}
     leaders: dict[str, int] = {}
@@ -232,9 +232,8 @@ def check_amax_groups(
 def _check_matrices(grouped: Sequence[ShardSpec]) -> None:
     """Raise :class:`InputError` if weights of one amax group do not have the same matrices.
 
-    They must be stacks of equal size, in which matrix i shares its amax with matrix i of the
-    others, and this rank must hold the same matrices of each. Matrices that are split by rows or
-    columns count as held by all ranks.
+    They must be stacks of equal size; matrix i shares its amax with matrix i of the others. This
+    rank must hold the same matrices of each. Shards by rows or columns have a part of every matrix.
     """
     first: dict[tuple[str | None, str], tuple[ShardSpec, object]] = {}
     for spec in grouped:

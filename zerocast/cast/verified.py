@@ -5,11 +5,10 @@ Note: what verify sees
 ``"hash"`` compares a digest of codes, scales, amaxes and recipe state, and the step number, in one
 all-reduce of two integers. It detects whatever makes the bytes of one rank differ from those of
 another: a flipped bit, a stale scale, codes that were not gathered or were stored at the wrong
-place, a rank that casts under another recipe, a rank at another step. It does not detect errors
-that all ranks share, because the owner cast wrong bytes that all ranks gathered, or because bytes
-changed in the owner's memory between cast and gather. Copies that each rank derives itself are not
-compared. Digests are read from memory after the gather, so they are of what ranks hold when they
-compare.
+place, a rank with another recipe or step. It does not detect wrong bytes that all ranks have
+gathered: bytes that their owner cast wrongly, or that changed in its memory before the gather.
+Copies that each rank derives itself are not compared. Digests are read from memory after the
+gather, so they are of what ranks hold when they compare.
 
 ``"full"`` also takes one weight of each group in each cast (all in turn, in an order that depends
 on the step number). The ranks gather its masters; each casts it whole by the reference and
@@ -21,8 +20,8 @@ comparison.
 
 If ranks differ, the first weight that differs is cast whole, as for ``"full"``, to decide which
 ranks hold the right bytes. Every rank then raises the same :class:`VerificationError`. A rank with
-other bytes writes a file from which ``python -m zerocast reproduce FILE`` repeats the cast. If a
-rank received other masters than their owners sent, as the sum of the shards' digests shows, no
+other bytes writes a file from which ``python -m zerocast reproduce FILE`` repeats the cast. The sum
+of the shards' digests shows whether a rank received other masters than their owners sent. Then no
 decision is possible, and the error says so.
 """
 

@@ -37,9 +37,9 @@ from zerocast.tensors.weight_operands import scale_operand
 class CastSteps:
     """The launches of casting some weights: one per step and recipe, for any number of weights.
 
-    They are prepared for the current buffers of the weights. Besides the steps of a cast there are
-    "expand_scales", which makes the stored scales if ranks gather one per block, and "transpose",
-    which makes the derived columnwise copies.
+    They are prepared for the current buffers of the weights. There are two more steps:
+    "expand_scales" makes the stored scales if ranks gather one per block, and "transpose" makes the
+    derived columnwise copies.
 
     Args:
         backend: the backend of the weights' device.

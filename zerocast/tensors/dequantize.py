@@ -2,8 +2,7 @@
 
 A backend may call a native library, which a compiler cannot trace. A registered torch operation is
 an opaque call with known output to it. Such a call gets the whole meaning of the codes (numerics
-and scale layout) as text, because a process may load a compiled graph from a cache without tracing
-it.
+and scale layout) as text: a process may load a compiled graph from a cache without tracing it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """digest: a checksum of the bytes of a tensor, computed on the tensor's device.
 
-It detects, without a copy, memory that was written in a way that torch does not see, ranks that
-hold different bytes, and changes that did not arrive. It does not protect against bytes chosen to
-have a given digest. "Digests" in docs/NUMERICS.md defines it. It is a sum over halfwords, so ranks
-add the digests of their shards, and a change adds the digest of what it changes.
+Without a copy, it detects writes that torch does not see, ranks that hold different bytes, and
+changes that did not arrive. It does not protect against bytes chosen to have a given digest.
+"Digests" in docs/NUMERICS.md defines it. It is a sum over halfwords, so ranks add the digests of
+their shards, and a change adds the digest of what it changes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Note: memory that moves
 ~~~~~~~~~~~~~~~~~~~~~~~
 Launches hold addresses. Torch can give other memory to a tensor object (``.data = ...``, ``set_``,
-``swap_tensors``), or to a storage and so to all of its tensors (``resize_``, ``share_memory_``),
-without a notification. So code that has prepared launches watches the tensors (:func:`watch`), and
+``swap_tensors``), or to a storage with all of its tensors (``resize_``, ``share_memory_``). It does
+not announce this. So code that has prepared launches watches the tensors (:func:`watch`), and
 checks before each use whether one has changed (:meth:`Token.changed`). Each check is one call in C.
 
 The *scope* says which tensors are checked. Tensor objects that other code has are checked one by

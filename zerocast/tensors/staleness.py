@@ -10,8 +10,8 @@ It has a :class:`CastVersion`, which records when it last cast and when it last 
 weights, on a common clock. A weight refers to the versions of its plans, and records when it was
 rebuilt alone. Its copies are stale if any of the plans has cast after the latest rebuild.
 
-If a plan's ranks make only the scales of their own blocks, the stored scales are valid again after
-the scales were gathered. Until then a weight *lacks scales*, and reading it raises an error.
+If each rank of a plan makes the scales of its blocks only, the stored scales are valid again after
+a gather of the scales. Until then a weight *lacks scales*, and reading it raises an error.
 
 Note: casts and gathers that fail
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -1,7 +1,7 @@
 """QuantizedStorage: the bytes of one quantized weight, and whether its derived copies are stale.
 
 All tensors that alias one weight (the parameter, its ``.data``, its ``detach()``) share one
-storage, so all of them see a cast, a moved buffer or a stale copy. "Note: derived copies" in
+storage. So a cast, a moved buffer or a stale copy concerns all of them. "Note: derived copies" in
 :mod:`zerocast.tensors.staleness` says when copies are stale.
 
 Note: codes that are being gathered
@@ -258,8 +258,9 @@ class QuantizedStorage(HeldPlanes):
         return self.buffers[name]
 
     def prepare_for_forward(self, rebuild: Callable[[QuantizedStorage], None]) -> None:
-        """Rebuild stale copies if the plan's caller asked for that, else raise
-        :class:`StaleCopyError`; a layer calls this before it uses the weight.
+        """Rebuild stale copies if the plan's caller asked for it, else raise an error.
+
+        The error is :class:`StaleCopyError`. A layer calls this before it uses the weight.
         """
         self.writes.require_scales()
         if self.is_stale:

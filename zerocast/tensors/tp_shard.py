@@ -6,8 +6,7 @@ shards is taken over all of them. So a shard has exactly the bytes that it would
 the whole weight.
 
 NOT here: the reduction of those amaxes (:mod:`zerocast.tensors.quantize` for one weight,
-:mod:`zerocast.cast` for a plan), and how ranks agree that their shards make up a whole
-(:func:`check_tp_shards` says what is compared).
+:mod:`zerocast.cast` for a plan).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class TensorParallelShard:
 
     The other ranks of ``comm`` hold the others. A weight is the matrix [M, K], where M is the
     product of the leading dimensions and K is the last one. The shards of a group divide one
-    dimension and cover the whole once; a shard may be empty. If a weight [..., M, K] is quantized
-    matrix by matrix (experts), a shard has columns of each matrix, rows of each, or whole matrices
-    (entries of the first dimension).
+    dimension and cover the whole once; a shard may be empty. A weight [..., M, K] may be quantized
+    matrix by matrix (experts). Then a shard has columns of each matrix, rows of each, or whole
+    matrices (entries of the first dimension).
 
     Attributes:
         whole: the shape of the whole weight.
@@ -199,8 +198,8 @@ class TensorParallelShard:
 
         That is if it has another shape, ``recipe`` cannot hold the whole, or this shard begins or
         ends inside a block. The last shard may end where the whole does, and an empty one may be
-        anywhere. A shard may begin anywhere if blocks span the whole weight (FP8 with one scale, or
-        with one per row), because their amaxes are shared, or if it has whole matrices.
+        anywhere. A shard may begin anywhere if it has whole matrices, or if blocks span the whole
+        weight (FP8 with one scale, or with one per row): their amaxes are shared.
         """
         recipe.check_shape(self.whole)
         if tuple(shape) != tuple(self.shape):
