@@ -15,10 +15,11 @@ from zerocast.comm.agreement import (
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.failure import DEFAULT_TIMEOUT, alone, announcing
 from zerocast.comm.groups import Group, as_communicator
-from zerocast.comm.in_process import InProcessCommunicator, run_in_process
+from zerocast.comm.in_process import InProcessCommunicator
 from zerocast.comm.mpi import MpiCommunicator
 from zerocast.comm.recording import RecordingCommunicator, Traffic
 from zerocast.comm.single_rank import SingleRank
+from zerocast.comm.thread_ranks import run_in_process
 from zerocast.comm.torch_distributed import TorchDistributedCommunicator
 from zerocast.errors import PeerFailedError, PeerTimeoutError
 

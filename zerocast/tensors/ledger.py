@@ -98,7 +98,7 @@ class Token:
     Args:
         tensors: the watched tensors.
         looks: what is compared, such as :data:`ADDRESS`.
-        scope: which of the tensors are checked.
+        scope: which of the tensors are checked; for "storage" only addresses are compared.
 
     Attributes:
         tensors: the tensors that are checked.
@@ -108,8 +108,9 @@ class Token:
     def __init__(
         self, tensors: Iterable[torch.Tensor], looks: Sequence[Look], scope: Scope
     ) -> None:
-        self.tensors = list(tensors) if scope == "tensor" else one_of_each_storage(tensors)
-        self._looks, self._scope = looks, scope
+        if scope == "storage":
+            tensors, looks = one_of_each_storage(tensors), ADDRESS
+        self.tensors, self._looks, self._scope = list(tensors), looks, scope
         self.found = look_at(self.tensors, looks)
         self._digests = RepeatedDigests()
         self._bytes: torch.Tensor | None = None
@@ -122,11 +123,11 @@ class Token:
     @property
     def is_announced(self) -> bool:
         """Whether a move was announced since, possibly of other weights."""
-        return self._announced != announced(self._scope)
+        return self._announced != _announced[self._scope]
 
     def note_announced(self) -> None:
         """Ignore earlier announcements: they concern other weights."""
-        self._announced = announced(self._scope)
+        self._announced = _announced[self._scope]
 
     def keep_bytes(self) -> None:
         """Record the current bytes, for :meth:`differs`."""
