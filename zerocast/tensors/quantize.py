@@ -175,7 +175,7 @@ def quantize_into(
 
     Returns:
         int32 [storage.amax_slots]: the amaxes of what was cast, the tensor's last; for a stack
-        those of one matrix after the other.
+        this many for each matrix, one matrix after the other.
 
     Raises:
         InputError: if the storage lacks the recipe state.
