@@ -267,7 +267,8 @@ def test_a_capture_asks_both_kinds_of_groups(monkeypatch: pytest.MonkeyPatch) ->
     def record(device: torch.device, comms: Any, **_: Any) -> None:
         asked.append(list(comms))
 
-    monkeypatch.setattr("zerocast.cast.plan.check_capture", record)
+    for module in ("plan", "sharded_cast"):
+        monkeypatch.setattr(f"zerocast.cast.{module}.check_capture", record)
     parts_of = RecordingCommunicator(SingleRank())
     tp_shard = TensorParallelShard((16, 16), 0, 0, 16, parts_of)
     weight = zerocast.empty((16, 16), zerocast.NVFP4BlockScaling(), tp_shard=tp_shard)
