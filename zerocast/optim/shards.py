@@ -104,14 +104,12 @@ class ShardedWeights:
         return [by_weight[i] for i in range(len(self.weights))]
 
     def owners(self, index: int) -> list[tuple[int, Extent]]:
-        """Return the ranks that own elements of one weight, in ascending order, with the extents.
-        """
+        """Return the ranks that own elements of one weight, ascending, with their extents."""
         layout, place = self._in_buckets[index]
         return [(rank, part.shifted(-place.start)) for rank, part in layout.owners(place)]
 
     def master(self, index: int) -> torch.Tensor:
-        """Return this rank's master of one weight: a flat FP32 view, empty if it owns no elements.
-        """
+        """Return this rank's master of one weight: a flat FP32 view, empty if it owns none."""
         return self.masters[self.own[index].columns]
 
     def restart_masters(self, coded: Iterable[int]) -> None:
@@ -145,8 +143,7 @@ class ShardedWeights:
         return [i for b in self.buckets if not b.kind.is_codes for i in b.members]
 
     def adopt(self) -> None:
-        """Move every weight into its bucket, and the other buffers of quantized weights together.
-        """
+        """Move weights into buckets, and the other buffers of quantized weights together."""
         lay_together(s for weight in self.weights if (s := weight.storage) is not None)
         for bucket in self.buckets:
             bucket.adopt(self.weights)
@@ -212,8 +209,8 @@ class ShardedWeights:
                 bucket.pending.wait()
 
     def raise_together(self, error: ZerocastError | None) -> None:
-        """Raise ``error`` on every rank if any has one. Collective on a CPU. On a GPU raise on this
-        rank only, because a collective would wait for the GPU.
+        """Raise on every rank if any has an ``error``. Collective on a CPU. On a GPU raise on this
+        rank only, because asking the others would wait for the GPU.
         """
         if self.masters.device.type == "cpu":
             raise_together(self.comm, error)
@@ -243,8 +240,8 @@ class ShardedWeights:
     def repeating_the_latest_cast(self, due: Collection[int] = ()) -> Iterator[None]:
         """Rewind the recipes' state within the context, and restore it afterwards.
 
-        Within it, a cast of unchanged masters repeats the codes of the weights, or of those whose
-        state was saved. The weights ``due``, by index, are excluded: their cast is the next one.
+        Within it, a cast of unchanged masters gives the codes that the weights have, or had when
+        their state was saved. The weights ``due``, by index, are excluded: they get the next cast.
         """
         stateful = {i: s for i, s in self._stateful().items() if i not in due}
         states = [s.buffers[name] for s in stateful.values() for name in s.recipe.state]

@@ -3,16 +3,16 @@
 A state (:mod:`zerocast.optim.training_state`) continues a run bit for bit only in an optimizer that
 computes the same from it. So every state describes its optimizer and progress, in JSON values::
 
-    format      of what a state says
+    format      the version of this description
     numerics    the version of the arithmetic (:data:`zerocast.numerics.NUMERICS_VERSION`)
     optimizer   the class of the inner optimizer, with its module
     groups      the number of param groups
-    weights     of each: name, shape, place of its group, recipe (of a quantized one), dtype (None
-                where it is not known yet) and the names of those that share its tensor amax
-    steps       that were made; 0 where they are not counted
-    mode        of an optimizer that has modes
+    weights     for each: name, shape, index of its group, recipe (if quantized), dtype (None if it
+                is not known yet) and the names of the weights that share its tensor amax
+    steps       the number of completed steps; 0 if they are not counted
+    mode        "train" or "eval"
     averages    the decays of averages, which are state under ``ema(DECAY)``
-    due         the weights whose recipe state is before the cast of these masters, and not after
+    due         the weights whose recipe state precedes the cast of these masters
 """
 
 import copy

@@ -26,7 +26,8 @@ from zerocast.tensors.wrapped_names import without_wrappers
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """The storage format of weights; those of one kind share flat buffers, each with one all-gather.
+    """The storage format of weights. Weights of one kind share flat buffers, each with one
+    all-gather.
 
     Attributes:
         dtype: the dtype of the buffer's entries; uint8 for codes.
