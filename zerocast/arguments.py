@@ -1,6 +1,4 @@
-"""Checks the arguments of public calls, one function for each kind of argument.
-
-It also decides which tensors backends and transports may read and write by address.
+"""Checks the arguments of public calls, and which tensors may be read and written by address.
 
 Each check returns the value in the form that the package uses, or raises
 :class:`zerocast.InputError` with the argument's name, the requirement and the given value.
@@ -168,9 +166,8 @@ def check_fields(owner: Any) -> None:
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:
-    """Return why ``tensor`` has no memory that holds its elements in its dtype, and what to do.
-
-    Return None if it has. Strides are not checked.
+    """Return why ``tensor`` has no memory that holds its elements in its dtype, and what to do;
+    None if it has. Strides are not checked.
     """
     kind = type(tensor)
     if kind.__torch_dispatch__ is not _HOLDS_MEMORY:

@@ -26,7 +26,7 @@ class Average(Uncopied):
     """An exponential moving average of masters, as :meth:`ZeroOptimizer.ema` returns it.
 
     It starts as a copy of the masters. Every step sets it to
-    ``decay * average + (1 - decay) * master``, element by element, so it has the same bits on any
+    ``decay * average + (1 - decay) * master``. This is element-wise, so it has the same bits on any
     number of ranks. It is saved and loaded with the optimizer.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Determines by a trial whether an optimizer is element-wise, so that it can be sharded over ranks.
 
-A rank does not have the other ranks' elements. An optimizer that reads a whole tensor (its norm,
-rows or inverse), blocks of it (8-bit state) or all parameters (an estimated learning rate) would
+A rank does not have the other ranks' elements. Some optimizers read a whole tensor (its norm, rows
+or inverse), blocks of it (8-bit state) or all parameters (an estimated learning rate). They would
 give other weights on another number of ranks. No list of names can be complete, so the class is
 tried, with the options of every kind of group. It steps a matrix and a vector whole, then flat, and
 then flat in two pieces, each in a separate optimizer, as on ranks. Masters, state and the options

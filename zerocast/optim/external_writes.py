@@ -3,10 +3,10 @@
 A step computes the weights from the masters, so it would overwrite any write in between (the
 model's ``load_state_dict``, ``copy_``, a broadcast). Instead the masters restart from the written
 values. A quantized weight counts its writes, except those through a buffer taken from it. A plain
-weight counts as written if the digest of its bytes differs from that of the published values,
-because torch does not count writes through ``.data``. An element that is still the rounding of its
-master keeps the master. A quantized weight keeps the value that was copied into it, so its master
-restarts from that value and not from its rounding.
+weight is compared with the published values by a digest of its bytes, because torch does not count
+writes through ``.data``. An element that is still the rounding of its master keeps the master. A
+quantized weight keeps the value that was copied into it, so its master restarts from that value and
+not from its rounding.
 
 Each rank restarts its shard of the masters, so the values must be equal on all ranks. Ranks compare
 them only if any rank has found a write, which is exchanged with the gradients. A step without such

@@ -59,8 +59,8 @@ class FusedAdamW(torch.optim.Optimizer):
         lr: the learning rate: a number, or a tensor of one element, which is read at every step.
         betas: the decay rates of the averages of the gradient and of its square.
         eps: the term added to the denominator.
-        weight_decay: the decoupled weight decay; each step subtracts ``lr * weight_decay`` of a
-            weight.
+        weight_decay: the decoupled weight decay; each step subtracts ``lr * weight_decay`` times
+            the weight.
         amsgrad: whether to divide by the largest average so far.
         maximize: whether to maximize the objective.
         **others: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, only with

@@ -17,8 +17,8 @@ count and send every bucket again: use ``use_reentrant=False``.
 
 A gradient that is too late for its bucket, or was not made by backward (``param.grad = ...``),
 stays in ``.grad``. It is sent with the next pass, or in one more exchange at the step. The same
-holds for a gradient that is a view, because other code owns its memory and may still write it, as
-torch's DDP does with ``gradient_as_bucket_view=True``. The step, or ``optimizer.zero_grad()``,
+holds for a gradient that is a view, because other code owns its memory and may still write it.
+torch's DDP does so with ``gradient_as_bucket_view=True``. The step, or ``optimizer.zero_grad()``,
 resets the sums.
 
 A taken gradient is replaced by a :class:`TakenGradient`, whose use is an error. A step raises if it

@@ -59,8 +59,8 @@ class InnerOptimizer:
         """Synchronize the options of ``param_groups`` and of the optimizer's groups.
 
         The side that was written since the last call takes precedence. Schedulers write
-        ``param_groups``, or the optimizer's groups if they wrap the inner optimizer, which some
-        optimizers also write in their steps. If both were written, ``param_groups`` take
+        ``param_groups``, or the optimizer's groups if they wrap the inner optimizer. Some
+        optimizers write their groups in a step. If both sides were written, ``param_groups`` take
         precedence.
         """
         for ours, theirs, known in zip(

@@ -4,12 +4,12 @@ Note: gathers that overlap the forward
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A model uses its layers in sequence, so the codes of the last layer are not needed when the first
 one begins. With ``overlap_all_gather`` a step begins to gather its buckets of codes and returns.
-Any use of a quantized weight's bytes (a layer's forward, a torch operation on the weight, decoding,
-copying, saving, another cast) goes through its storage, which calls :meth:`wait` of its bucket. The
-columnwise copies are then rebuilt, so the weights are the same as without the option. A compiled
-graph takes its weights when it is entered, and waits for them there.
+Any use of a quantized weight's bytes goes through its storage, which calls :meth:`wait` of its
+bucket. Such uses are a layer's forward, a torch operation on the weight, decoding, copying, saving
+and another cast. The columnwise copies are then rebuilt, so the weights are the same as without the
+option. A compiled graph takes its weights when it is entered, and waits for them there.
 
-The use of a plain weight (a bias, a norm, an embedding) cannot be detected, so plain weights are
+The use of a plain weight (a bias, a norm, an embedding) cannot be detected. So plain weights are
 sent first and gathered before a step returns. Two more uses cannot be detected. Before using a
 buffer that was taken from a weight before the step (``weight.rowwise_data``), call
 :meth:`ZeroOptimizer.wait_for_all_gather`. For replays of a CUDA graph see :meth:`wait`.

@@ -64,9 +64,9 @@ from zerocast.tensors.untraced import untraced
 class ZeroOptimizer(SavedOptimizer):
     """A torch optimizer whose FP32 masters and state are sharded over ranks.
 
-    :meth:`step` reduces the mean gradients to each rank's shards, steps the inner optimizer on this
-    rank's masters, casts them into its range of the weights, and all-gathers. The inner optimizer
-    uses the options of ``param_groups``, so learning rate schedulers work. With
+    :meth:`step` reduces the mean gradients to each rank's shards, and steps the inner optimizer on
+    this rank's masters. It casts them into this rank's range of the weights, and all-gathers. The
+    inner optimizer uses the options of ``param_groups``, so learning rate schedulers work. With
     ``torch.amp.GradScaler`` an overflow on one rank skips the step on all; for this the last group
     ends in one more parameter, without elements.
 
@@ -219,9 +219,9 @@ class ZeroOptimizer(SavedOptimizer):
         With ``number``, the caller's step number, ranks detect that one skipped or repeats a step.
 
         Raises:
-            InputError: on every rank, in :meth:`eval` mode, while averages are in the weights, if a
-                weight has been moved, if gradients have changed since :meth:`clip_grad_norm_` or
-                since ``overlap_grad_reduce`` took them, or if a frozen parameter has a gradient.
+            InputError: on every rank, in :meth:`eval` mode, or while averages are in the weights;
+                if a weight has been moved, or a frozen parameter has a gradient; if gradients have
+                changed since :meth:`clip_grad_norm_` or since ``overlap_grad_reduce`` took them.
             RankMismatchError: on every rank, if other code wrote different values into a weight
                 on different ranks, if step numbers or options differ, or with ``verify`` if frozen
                 parameters differ.

@@ -37,10 +37,10 @@ is cast if torch sees it on all ranks. If torch sees it on some ranks only, thes
 all-reduce and the others in an all-gather, until the process group's timeout. Therefore all ranks
 call :func:`mark_written`
 
-* after a write in between that some ranks do not make, or that torch does not see, such as
-  ``torch._foreach_*`` on entries of a state dict;
+* after a write in between that some ranks do not make, or that torch does not see
+  (such as ``torch._foreach_*`` on entries of a state dict);
 * after a write that torch does not see between a step of :class:`zerocast.optim.FusedAdamW` and the
-  next cast, which uses the amaxes that the step has measured;
+  next cast, which uses the amaxes of that step;
 * before taking a state dict between a write that torch does not see and the next gather: ranks
   without rows would save the recipe's state as if nothing had been written.
 

@@ -2,9 +2,9 @@
 
 FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ranks fewer or none. It
 gathers equal chunks, so a rank with fewer rows pads. If D does not divide M, FSDP2 requires inputs
-of the padded shape [ceil(M / D), K], even if an element is half a byte, and splits the gathered
-bytes into rows of K bytes. The chunk of a rank is then rounded up so that D chunks are whole rows
-of bytes. With 4-bit codes this may leave unused bytes between the chunks.
+of the padded shape [ceil(M / D), K], even if an element is half a byte. It then splits the gathered
+bytes into rows of K bytes, so the chunk of a rank is rounded up until D chunks are whole rows of
+bytes. With 4-bit codes this may leave unused bytes between the chunks.
 
 In a stack [E, ..., M, K] the rows are the E entries of the first dimension.
 

@@ -64,7 +64,7 @@ class MasterWeight(torch.Tensor):
     low_bit_all_gather: LowBitAllGather
 
     # Only operations are intercepted, not torch functions: those would wrap results a second time,
-    # and torch.compile would fail.
+    # and torch.compile could not trace them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
