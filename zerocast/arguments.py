@@ -1,9 +1,8 @@
-"""Checks the arguments of public calls, one function for each kind of argument, and says which
-tensors backends and transports may read and write by address.
+"""Checks the arguments of public calls, and which tensors may be read and written by address.
 
-Each check returns the value in the form that the package works with, or raises
-:class:`zerocast.InputError` with the argument's name, what it must be and what was given. Recipes
-are checked by ``zerocast.recipes.as_recipe``, groups by ``zerocast.comm.as_communicator``.
+Each check returns the value in the form that the package uses, or raises
+:class:`zerocast.InputError` with the argument's name, the requirement and the given value.
+``zerocast.recipes.as_recipe`` checks recipes, ``zerocast.comm.as_communicator`` checks groups.
 """
 
 import math
@@ -17,7 +16,7 @@ import torch
 from zerocast.errors import InputError
 
 Device: TypeAlias = torch.device | str | None
-"""A device, its name, or None for the default one: what :func:`check_device` takes."""
+"""A device, its name, or None for the default device, as :func:`check_device` accepts them."""
 
 Value = TypeVar("Value")
 
@@ -26,7 +25,7 @@ _TRANSFORMED = "a tensor of a torch.func transform; call this outside of the tra
 
 
 def shown(value: object) -> str:
-    """Return ``value`` for a message: short, and printable everywhere."""
+    """Return a short ASCII description of ``value`` for a message."""
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = ascii(value)
@@ -34,34 +33,34 @@ def shown(value: object) -> str:
 
 
 def present(value: Value | None) -> Value:
-    """Return what is not None here, as the code around it has seen to."""
+    """Return ``value``, which the caller knows is not None."""
     assert value is not None
     return value
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Check that it is True or False."""
+    """Check that the value is True or False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {shown(value)}.")
     return value
 
 
 def check_integer(name: str, value: object, least: int, most: int) -> int:
-    """Check that it is an integer from ``least`` to ``most``, both included."""
+    """Check that the value is an integer from ``least`` to ``most``, inclusive."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InputError(f"{name} must be an integer from {least} to {most}, got {shown(value)}.")
     return value
 
 
 def check_number(name: str, value: object) -> float:
-    """Check that it is an int or a float of Python's."""
+    """Check that the value is a Python int or float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InputError(f"{name} must be a number, got {shown(value)}.")
     return value
 
 
 def check_text(name: str, value: object) -> str:
-    """Check that it is a text that UTF-8 can write."""
+    """Check that the value is a string that UTF-8 can encode."""
     if not isinstance(value, str):
         raise InputError(f"{name} must be a text, got {shown(value)}.")
     try:
@@ -75,7 +74,7 @@ def check_text(name: str, value: object) -> str:
 
 
 def check_names(name: str, values: Sequence[str]) -> None:
-    """Check that no two of these texts, by which weights are saved and sent, are the same."""
+    """Check that the names under which weights are saved and sent are unique."""
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
         remedy = "put what tells them apart before it, such as the name of its model"
@@ -83,7 +82,7 @@ def check_names(name: str, values: Sequence[str]) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
-    """Check that it is one of two or more texts."""
+    """Check that the value is one of two or more strings."""
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)
         raise InputError(f"{name} must be {', '.join(others)} or {last}, got {shown(value)}.")
@@ -91,7 +90,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def check_shape(name: str, value: Any) -> torch.Size:
-    """Check that it is the shape of fewer than 2**63 elements; torch's symbolic ones pass."""
+    """Check that the value is a shape of fewer than 2**63 elements. Symbolic dimensions pass."""
     is_shape = isinstance(value, Sequence) and all(
         isinstance(n, int | torch.SymInt) and not isinstance(n, bool) and n >= 0 for n in value
     )
@@ -104,7 +103,7 @@ def check_shape(name: str, value: Any) -> torch.Size:
 
 
 def check_device(name: str, value: Any) -> torch.device:
-    """Check that torch can make a device of it; None is torch's default device."""
+    """Return the value as a torch.device; None gives torch's default device."""
     if value is None:
         return torch.get_default_device()
     try:
@@ -117,7 +116,7 @@ def check_device(name: str, value: Any) -> torch.device:
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
-    """Check that it is a tensor whose elements lie in memory by strides."""
+    """Check that the value is a dense (strided, not nested) tensor."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
     if (problem := _why_not_dense(value)) is not None:
@@ -126,8 +125,8 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 
 
 def check_memory(name: str, value: torch.Tensor) -> None:
-    """Check that its memory holds all elements, by whatever strides. A tensor that only stands for
-    others has none, nor has one that torch.compile traces.
+    """Check that the tensor's memory holds all its elements, with any strides. Wrapper subclasses
+    and tensors that torch.compile traces have no memory and pass.
     """
     if torch.compiler.is_compiling() or type(value).__torch_dispatch__ is not _HOLDS_MEMORY:
         return
@@ -137,7 +136,7 @@ def check_memory(name: str, value: torch.Tensor) -> None:
 
 
 def check_dtype(name: str, value: object) -> torch.dtype:
-    """Check that it is a floating-point dtype; None is torch's default dtype."""
+    """Check that the value is a floating-point dtype; None gives torch's default dtype."""
     if value is None:
         return torch.get_default_dtype()
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
@@ -149,15 +148,15 @@ def check_dtype(name: str, value: object) -> torch.dtype:
 
 
 def check_module(name: str, value: object) -> torch.nn.Module:
-    """Check that it is a module, and not its class."""
+    """Check that the value is a module instance."""
     if not isinstance(value, torch.nn.Module):
         raise InputError(f"{name} must be a torch.nn.Module, got {shown(value)}.")
     return value
 
 
 def check_fields(owner: Any) -> None:
-    """Check that the fields of a dataclass whose defaults are flags, numbers or texts are of the
-    same kind. Where the default is a text, the field may be a function.
+    """Check each dataclass field whose default is a bool, float or str against that type. If the
+    default is a str, the field may also be a callable.
     """
     checks = {bool: check_flag, float: check_number, str: check_text}
     for field in fields(owner):
@@ -167,8 +166,8 @@ def check_fields(owner: Any) -> None:
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:
-    """Say why the elements of ``tensor`` do not stand as its dtype says, in memory of its own, and
-    what to do; None where they do. Strides are not looked at.
+    """Return why ``tensor`` has no memory that holds its elements in its dtype, and what to do;
+    None if it has. Strides are not checked.
     """
     kind = type(tensor)
     if kind.__torch_dispatch__ is not _HOLDS_MEMORY:
@@ -190,7 +189,7 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def _why_cut(tensor: torch.Tensor) -> str | None:
-    """Why its memory does not hold all elements of ``tensor``; None where it does."""
+    """Return why the memory of ``tensor`` does not hold all its elements; None if it does."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
     held = tensor.untyped_storage().nbytes()
@@ -203,8 +202,9 @@ def _why_cut(tensor: torch.Tensor) -> str | None:
 
 
 def why_unusable(tensor: object, dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
-    """Return what ``tensor`` is instead of a contiguous tensor of one of ``dtypes`` on ``device``
-    with memory of its own, and what to do; None where it is one.
+    """Return why ``tensor`` is not a contiguous tensor of one of ``dtypes`` on ``device``.
+
+    The text also says what to do. Return None if the tensor is usable by its address.
     """
     if not isinstance(tensor, torch.Tensor):
         return type(tensor).__name__
@@ -223,7 +223,7 @@ def why_unusable(tensor: object, dtypes: Sequence[torch.dtype], device: torch.de
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str | None:
-    """Say why the elements of ``tensor`` do not lie by strides; None where they do."""
+    """Return why ``tensor`` is not dense; None if it is."""
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         return f"a {layout} tensor; give a dense one, such as .to_dense()"

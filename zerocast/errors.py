@@ -1,24 +1,23 @@
 """The errors that zerocast raises for its users.
 
-Every error that zerocast raises on purpose is a :class:`ZerocastError` and also the built-in
-exception that a Python user would expect, so ``except ValueError`` keeps working. Messages say what
-is required, what was given and what to do. An ``assert`` in this project is about our own mistakes,
-never about the caller's.
+Every error that zerocast raises on purpose is a :class:`ZerocastError` and also a matching built-in
+exception, so ``except ValueError`` keeps working. Messages say what is required, what was given and
+what to do. An ``assert`` in this project checks for bugs in zerocast, never for caller mistakes.
 
-An old torch is refused here, by the first module that ``import zerocast`` loads.
+This is the first module that ``import zerocast`` loads, so it also rejects an old torch.
 """
 
 import torch
 
 OLDEST_TORCH = "2.11"
-"""As in pyproject.toml, by which pip chooses, and README.md."""
+"""The oldest supported torch; pyproject.toml and README.md state the same version."""
 
 
 class ZerocastError(Exception):
-    """Base of everything zerocast raises on purpose.
+    """Base class of every error that zerocast raises on purpose.
 
     Attributes:
-        is_alone: whether no other rank raises it, too, or is told by a collective.
+        is_alone: True if only this rank raises it and no collective reports it to the others.
     """
 
     is_alone = False
@@ -29,13 +28,11 @@ class InputError(ZerocastError, ValueError):
 
 
 class RankMismatchError(InputError):
-    """The ranks of a group were given arguments that do not fit together. Nothing has been written
-    on any of them.
-    """
+    """The ranks of a group were given inconsistent arguments. No rank has written anything."""
 
 
 class NonFiniteError(ZerocastError, ValueError):
-    """``check_finite=True`` met a NaN or an infinity in a master weight. No code and no scale has
+    """``check_finite=True`` found a NaN or an infinity in a master weight. No codes or scales have
     been written.
     """
 
@@ -45,9 +42,7 @@ class StaleCopyError(ZerocastError, RuntimeError):
 
 
 class UnsupportedError(ZerocastError, NotImplementedError):
-    """The operation is understood and deliberately refused; the message says why and what to use
-    instead.
-    """
+    """The operation is deliberately not supported; the message says why and what to use instead."""
 
 
 class TorchVersionError(ZerocastError, ImportError):
@@ -55,47 +50,44 @@ class TorchVersionError(ZerocastError, ImportError):
 
 
 class BackendError(ZerocastError, RuntimeError):
-    """A backend that was asked for cannot run here; the message carries the reason and the
-    remedy.
-    """
+    """A requested backend cannot run here; the message gives the reason and the remedy."""
 
 
 class MissingDataError(ZerocastError, AttributeError):
-    """A weight was asked for data that its recipe does not store, or that it was made without."""
+    """The weight's recipe does not store the requested data, or the weight was made without it."""
 
 
 class ChangedWeightError(ZerocastError, RuntimeError):
-    """A backward needs the weight that its forward used, and a cast or a copy has written it
-    since.
-    """
+    """A cast or a copy has overwritten the weight between a forward and its backward."""
 
 
 class UnfinishedStepError(ZerocastError, RuntimeError):
-    """A step of an optimizer failed after it had begun to change masters, so masters, optimizer
-    state and weights belong to different steps. Or a weight was read whose cast or all-gather
-    failed after it had begun to write, so that it holds parts of two casts.
+    """An optimizer step, a cast or an all-gather failed after it had begun to write.
+
+    After a failed step, masters, optimizer state and weights belong to different steps. A weight
+    whose cast or all-gather failed holds parts of two casts; reading it raises this error.
     """
 
 
 class VerificationError(ZerocastError, RuntimeError):
-    """Ranks hold other bytes of a weight than they should: a fault of memory, of a transport, or of
-    code. The weights are not to be used.
+    """Ranks hold wrong bytes of a weight, because of a fault in memory, transport or code. Do not
+    use the weights.
     """
 
 
 class PeerFailedError(ZerocastError, RuntimeError):
-    """A collective did not end, because another rank raised, ended, or gave up waiting. Whatever it
-    was to write is not to be used, and its group makes no further collective.
+    """A collective did not complete because another rank raised, exited or timed out. Do not use
+    its outputs; the group runs no further collective.
     """
 
 
 class PeerTimeoutError(PeerFailedError, TimeoutError):
-    """A collective did not end within the communicator's timeout."""
+    """A collective did not complete within the communicator's timeout."""
 
 
 class DeltaError(ZerocastError, ValueError):
-    """A delta of weights does not follow what its receiver holds, or was damaged. Nothing has been
-    written; a full sync repairs it.
+    """A weight delta does not follow the receiver's version, or is damaged. Nothing has been
+    written; recover by a full sync.
     """
 
 

@@ -1,10 +1,10 @@
-"""Reads files of others safely, and writes files that replace nothing unasked.
+"""Reads untrusted files safely, and writes files without replacing any unless asked to.
 
-Only regular files are read, with headers of a bounded length: a pipe, a device or a socket under a
-file's name would be waited for, or read, for ever.
+Only regular files are read, with headers of bounded length. Reading a pipe, a device or a socket
+could block or continue forever.
 
-A draft is written in a directory with a random name, beside the place of its file. There it is
-opened without a look at links, and no other program writes to it.
+A draft is written in a directory with a random name, next to its final path. No other program
+writes there, so drafts are opened without checking for links.
 """
 
 import json
@@ -20,21 +20,22 @@ from typing import IO, Any
 from zerocast.errors import InputError
 
 LARGEST_HEADER = 100_000_000
-"""The bytes of the longest header of a file of safetensors, as the package safetensors has it."""
+"""The maximum header size of a safetensors file in bytes, as in the safetensors package."""
 
 MOST_DIMENSIONS = 64
-"""The most dimensions of a shape: the product of many takes longer than reading them."""
+"""The maximum number of dimensions of a shape: the product of many takes longer than reading them.
+"""
 
 LENGTH = 8
-"""The bytes of the number before a header, which is its length."""
+"""The size in bytes of the header length that precedes the header."""
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading, without waiting for anybody.
+    """Open a file for reading, without blocking.
 
     Raises:
-        InputError: where it is no regular file, nor a link to one.
-        OSError: where it cannot be opened.
+        InputError: if it is neither a regular file nor a link to one.
+        OSError: if it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -44,16 +45,16 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path) -> str:
-    """Return a text in UTF-8; raises as :func:`open_regular`, and UnicodeDecodeError."""
+    """Return the text of a UTF-8 file. Raise as :func:`open_regular`, or UnicodeDecodeError."""
     with open_regular(path) as file:
         return file.read().decode()
 
 
 def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Return the header of a file of safetensors, and the byte at which its tensors begin.
+    """Return the header of a safetensors file and the byte offset of its tensors.
 
     Raises:
-        ValueError, TypeError, RecursionError: where it has none, or one that is too long.
+        ValueError, TypeError, RecursionError: if the header is missing or too long.
     """
     length = int.from_bytes(file.read(LENGTH), "little")
     if length > min(LARGEST_HEADER, os.fstat(file.fileno()).st_size):
@@ -62,22 +63,23 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with escapes for what would move a terminal's cursor, or end a line."""
+    """Return ``text`` with every unprintable character escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # --- drafts ---
 
 DRAFTS = ".*.zerocast-drafts"
-"""The names of directories of drafts."""
+"""The glob pattern of draft directories."""
 
 
 @contextmanager
 def drafts_in(directory: Path) -> Iterator[Path]:
-    """Give a directory in ``directory``, which is made, for its drafts; it is removed at the end.
+    """Yield a new draft directory in ``directory``, and remove it at the end. Create ``directory``
+    if needed.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: if it cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     drafts = directory / DRAFTS.replace("*", secrets.token_hex(8))
@@ -89,20 +91,21 @@ def drafts_in(directory: Path) -> Iterator[Path]:
 
 
 def publish(drafts: Path, *, last: str = "", overwrite: bool = False) -> dict[str, int]:
-    """Give every draft its name in the directory that ``drafts`` is in, each with the umask's mode;
-    after an error none has it.
+    """Move every draft to the parent directory of ``drafts``, with the mode that the umask gives.
+
+    After an error without ``overwrite``, the files that were already moved are removed.
 
     Args:
-        drafts: of :func:`drafts_in`.
-        last: the name that is given last.
-        overwrite: whether files of these names are replaced.
+        drafts: the directory that :func:`drafts_in` yields.
+        last: the name of the file to move last.
+        overwrite: whether to replace existing files.
 
     Returns:
         The size of each file in bytes, by name.
 
     Raises:
-        FileExistsError: where there is a file of such a name. It stays as it is.
-        OSError: where a name cannot be given.
+        FileExistsError: if a file of that name exists. It is not changed.
+        OSError: if a file cannot be moved.
     """
     mode, sizes = drafts.stat().st_mode & 0o666, dict[str, int]()
     files = (file for file in drafts.rglob("*") if file.is_file())
@@ -113,7 +116,7 @@ def publish(drafts: Path, *, last: str = "", overwrite: bool = False) -> dict[st
             draft.chmod(mode)
             path.parent.mkdir(parents=True, exist_ok=True)
             if not overwrite:
-                path.open("xb").close()  # a rename would replace what another program wrote now
+                path.open("xb").close()  # rename alone would replace an existing file
             sizes[name] = draft.stat().st_size
             draft.replace(path)
     except BaseException:

@@ -1,5 +1,5 @@
-"""ZeroOptimizer: a torch optimizer whose FP32 masters and state are sharded over ranks; FusedAdamW:
-an AdamW that measures, as it updates them, what is cast next.
+"""Optimizers. ZeroOptimizer shards FP32 masters and optimizer state over ranks; FusedAdamW updates
+masters and measures their amaxes for the next cast.
 """
 
 from zerocast.optim.fused_adamw import FusedAdamW

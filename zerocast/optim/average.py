@@ -1,8 +1,8 @@
 """Average: an exponential moving average of an optimizer's masters, sharded like them.
 
-An average that is stored in quantized weights would be rounded at every step, by more than a step
-moves it. So it is kept in FP32 beside the masters, of this rank's elements only, and rounded once,
-when it is used.
+An average stored in quantized weights would be rounded at every step, by more than a step changes
+it. So each rank keeps its elements of the average in FP32, and rounds them once, when they are
+used.
 """
 
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.stepped_weights import index_of
 
 AVERAGE = "ema("
-"""The beginning of the names of averages in a state dict."""
+"""The prefix of the names of averages in a state dict."""
 
 
 class Average(Uncopied):
-    """What :meth:`ZeroOptimizer.ema` returns: ``decay * average + (1 - decay) * master`` after
-    every step, beginning at the masters as they were when it was made.
+    """An exponential moving average of masters, as :meth:`ZeroOptimizer.ema` returns it.
 
-    It is computed element by element, so it has the same bits on every number of ranks. It is saved
-    and loaded with the optimizer.
+    It starts as a copy of the masters. Every step sets it to
+    ``decay * average + (1 - decay) * master``. This is element-wise, so it has the same bits on any
+    number of ranks. It is saved and loaded with the optimizer.
 
     Attributes:
-        decay: the share of the average that a step leaves.
+        decay: the factor of the average in each step.
     """
 
     instead = "call ema(decay) of the other optimizer, or take values by gather(param)"
@@ -45,27 +45,27 @@ class Average(Uncopied):
         self._columns = shards.masters.clone()  # FP32 [num_columns]
 
     def gather(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the average of a parameter's master from all ranks: FP32, in the parameter's
-        shape. Collective.
+        """Return the average of a parameter's master, gathered from all ranks: FP32, in the
+        parameter's shape. Collective.
 
         Raises:
-            InputError: where ``param`` is not a trainable parameter of the optimizer.
+            InputError: if ``param`` is not a trainable parameter of the optimizer.
         """
         index = index_of(self._shards.weights, param, "gather")
         return self._shards.gather(index, self._columns)
 
     @contextmanager
     def in_weights(self) -> Iterator[None]:
-        """Within the context the model's weights are the cast of the averages; afterwards, bit for
-        bit, that of the masters again. Entering and leaving are collective.
+        """Set the model's weights to the cast of the averages within the context. Afterwards
+        restore the cast of the masters, bit for bit. Entering and leaving are collective.
 
-        The state of recipes stays as it is, so delayed scaling casts the averages with the scales
+        The state of recipes does not change, so delayed scaling casts the averages with the scales
         of the latest cast. Do not step or write weights within the context.
 
         Raises:
-            InputError: on every rank, where averages are in the weights already; on leaving, where
-                weights were written in between, whose values are lost.
-            UnfinishedStepError: on every rank, where a step was left unfinished.
+            InputError: on every rank, if averages are in the weights already; on leaving, if
+                weights were written within the context, whose values are lost.
+            UnfinishedStepError: on every rank, if a step was left unfinished.
         """
         progress = self._progress
         progress.prepare("in_weights")
@@ -79,7 +79,7 @@ class Average(Uncopied):
             written = progress.writes.look()
             with progress.changing():
                 self._publication.run()
-            # Also where the body failed: other ranks, on which it did not, take part.
+            # Also if the body failed, because ranks on which it did not fail take part.
             agreed = agree(self._shards.comm, int(written))
         if not agreed or written:
             raise InputError(
@@ -88,7 +88,7 @@ class Average(Uncopied):
             )
 
     def update(self) -> None:
-        """Follow the masters by one step."""
+        """Update the average from the masters, once for each step."""
         self._columns.lerp_(self._shards.masters, 1 - self.decay)
 
     @property
@@ -102,12 +102,12 @@ class Average(Uncopied):
 
 
 def average_key(decay: float) -> str:
-    """Return what the average of this decay is called in a weight's entry of a state dict."""
+    """Return the name of the average of this decay in a weight's entry of a state dict."""
     return f"{AVERAGE}{decay})"
 
 
 def check_decay(decay: object) -> float:
-    """Return ``decay`` as a number from 0 up to, not including, 1; else :class:`InputError`."""
+    """Return ``decay`` as a float. Raise :class:`InputError` unless ``0 <= decay < 1``."""
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise InputError(
             f"decay must be a number from 0 up to, not including, 1, such as 0.999, got {decay!r}."

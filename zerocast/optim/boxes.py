@@ -1,9 +1,10 @@
-"""Boxes: the elements of a tensor that a rank has, as ``torch.distributed.checkpoint`` counts them.
+"""Boxes: the elements of a tensor that a rank holds, as ``torch.distributed.checkpoint`` counts
+them.
 
-A shard of a weight begins and ends anywhere in it. DCP knows *chunks*, boxes that lie in the tensor
-in its own shape. So a flat range is cut into boxes, three for a matrix: the rest of a row, whole
-rows, the beginning of a row. Each of them is contiguous in memory. A tensor that is saved by other
-ranks, or as a DTensor, has other boxes, and what they have in common is a box again.
+A shard of a weight begins and ends at any element. DCP uses *chunks*: boxes in the shape of the
+tensor. So a flat range is split into boxes, for a matrix at most three: the rest of a row, whole
+rows, and the beginning of a row. Each box is contiguous in memory. A tensor saved on another number
+of ranks, or as a DTensor, has other boxes. The intersection of two boxes is a box.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from zerocast.sharded.placement import is_sharded, to_local
 
 
 class Box(NamedTuple):
-    """Elements of a tensor: the first of them and how many, by dimension."""
+    """A box of elements of a tensor: its offset and its size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def common(self, other: Box) -> Box | None:
-        """Return the elements that both have; None where there are none."""
+        """Return the intersection of both boxes; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [min(o + s, p + t) for o, s, p, t in zip(*self, *other, strict=True)]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, outer: Box) -> Box:
-        """Return the same elements, counted from the first of ``outer``."""
+        """Return the same box with offsets relative to ``outer``."""
         offsets = zip(self.offsets, outer.offsets, strict=True)
         return Box(tuple(own - first for own, first in offsets), self.sizes)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these elements of a tensor, a view."""
+        """Return a view of these elements of a tensor."""
         for dim, (start, size) in enumerate(zip(*self, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -46,11 +47,11 @@ class Box(NamedTuple):
 
 @dataclass
 class Share:
-    """The part of a tensor that this rank has.
+    """The part of a tensor that this rank holds.
 
     Attributes:
         shape: the shape of the whole tensor.
-        pieces: tensors of the sizes of boxes, by box; none where this rank has no element.
+        pieces: the tensor of each box, in the box's sizes; empty if this rank has no element.
         local: the tensor that the pieces are views of, in their order.
     """
 
@@ -60,13 +61,13 @@ class Share:
 
     @classmethod
     def of_range(cls, shape: Sequence[int], extent: Extent, values: torch.Tensor) -> Share:
-        """Return the share that consists of elements ``extent``, which are ``values``, flat."""
+        """Return the share of the elements ``extent``, whose flat ``values`` are given."""
         boxes = dict.fromkeys(boxes_of(tuple(shape), extent), values)
         return cls(tuple(shape), boxes, values).holding(values)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Share:
-        """Return the share of a DTensor, or of a tensor that this rank has whole."""
+        """Return the share of a DTensor, or of a tensor that this rank holds whole."""
         local = to_local(tensor).detach()
         pieces = {Box((0,) * tensor.dim(), tuple(tensor.shape)): local}
         if is_sharded(tensor):
@@ -81,17 +82,17 @@ class Share:
         return self.local.dtype
 
     def holding(self, values: torch.Tensor) -> Share:
-        """Return the same share of another tensor, of which this rank has ``values``."""
+        """Return the same share of another tensor, of which this rank holds ``values``."""
         values = values.detach()
-        if [values.shape] == [box.sizes for box in self.pieces]:  # of any strides
+        if [values.shape] == [box.sizes for box in self.pieces]:  # with any strides
             return Share(self.shape, dict.fromkeys(self.pieces, values), values)
         parts = values.reshape(-1).split([math.prod(box.sizes) for box in self.pieces])
         pieces = {b: part.view(b.sizes) for b, part in zip(self.pieces, parts, strict=True)}
         return Share(self.shape, pieces, values)
 
     def fill(self, source: Mapping[Box, torch.Tensor]) -> bool:
-        """Copy into the pieces what the pieces of another share have; say whether that is each
-        element once.
+        """Copy the elements of another share's pieces into these pieces. Return whether they cover
+        each element exactly once.
         """
         for box, piece in self.pieces.items():
             found = []
@@ -105,7 +106,7 @@ class Share:
 
 
 def boxes_of(shape: Sequence[int], extent: Extent) -> Iterator[Box]:
-    """Yield the boxes of a tensor of ``shape`` that are its elements ``extent``, in their order."""
+    """Yield the boxes that form elements ``extent`` of a tensor of ``shape``, in order."""
     if not extent:
         return
     if not shape:
@@ -127,10 +128,10 @@ def boxes_of(shape: Sequence[int], extent: Extent) -> Iterator[Box]:
 
 
 def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Say whether ``boxes`` are all elements of a tensor of ``shape``, each once."""
+    """Return whether ``boxes`` cover each element of a tensor of ``shape`` exactly once."""
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
-    if len({box.offsets for box in boxes}) < len(boxes):  # by which they are found
+    if len({box.offsets for box in boxes}) < len(boxes):  # offsets identify boxes
         return False
     spans = []
     for box in boxes:
@@ -139,9 +140,9 @@ def are_whole(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         span = [(o, o + size) for o, size in zip(*box, strict=True)]
         if any(end > size for (_, end), size in zip(span, shape, strict=True)):
             return False
-        if all(box.sizes):  # others overlap nothing
+        if all(box.sizes):  # empty boxes overlap nothing
             spans.append(span)
-    along = max(range(len(shape)), key=shape.__getitem__, default=0)  # where boxes lie in a row
+    along = max(range(len(shape)), key=shape.__getitem__, default=0)  # the dimension to sort along
     spans.sort(key=lambda span: span[along : along + 1])
     for i, span in enumerate(spans):
         for j in range(i + 1, len(spans)):

@@ -1,6 +1,6 @@
 """Bucket: weights of one storage kind in flat buffers, of which each rank owns a range.
 
-See "Note: columns" in :mod:`zerocast.optim.shards`, which puts buckets and masters together.
+See "Note: columns" in :mod:`zerocast.optim.shards`, which combines buckets and masters.
 """
 
 from collections import Counter
@@ -16,17 +16,17 @@ from zerocast.optim.stepped_weights import StorageKind, Weight, restart_plain_ma
 from zerocast.tensors import QuantizedTensor, replace_raw_data
 
 BUCKET_SIZE = 1 << 23
-"""Elements of a bucket that is waited for by itself: 4 MiB of 4-bit codes. In larger ones the first
-layers wait for codes of later ones; smaller ones are bound by latency."""
+"""The default number of elements of a separately gathered bucket: 4 MiB of 4-bit codes. With larger
+buckets the first layers wait for codes of later layers; smaller ones are bound by latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedShard:
-    """What one rank owns of one weight.
+    """The part of one weight that one rank owns.
 
     Attributes:
-        extent: the elements of the weight, possibly none.
-        columns: where they stand in the rank's columns.
+        extent: the elements of the weight, possibly empty.
+        columns: their positions in the rank's columns.
     """
 
     extent: Extent
@@ -34,17 +34,17 @@ class PlacedShard:
 
 
 class Bucket:
-    """Weights of one storage kind, end to end.
+    """Weights of one storage kind, stored end to end.
 
     Attributes:
-        kind: how they are stored.
-        members: their places in the optimizer's list of weights.
-        layout: where each lies and who owns what, in elements.
-        first_column: where the owner's range begins in its columns.
-        sizes: the entries of each of :attr:`flats`.
-        flats: the buffers, one a plane, whole on every rank, of ``kind.dtype``; of the buckets
-            that hold codes all in one allocation.
-        pending: what uses of the weights wait for; None where the step does.
+        kind: the storage kind.
+        members: the indices of the weights in the optimizer's list.
+        layout: the offset of each weight and the range of each rank, in elements.
+        first_column: the start of a rank's range in its columns.
+        sizes: the number of entries of each of :attr:`flats`.
+        flats: one buffer of ``kind.dtype`` for each plane, whole on every rank. Those of all code
+            buckets are in one allocation.
+        pending: the all-gather that uses of the weights wait for; None if the step waits.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Bucket:
         self.first_column = first_column
         self.sizes = [kind.entries(self.layout.numel)] * kind.planes
         self.flats: list[torch.Tensor] = []
-        self._member_sizes: torch.Tensor | None = None  # of one rank's range, when first asked
+        self._member_sizes: torch.Tensor | None = None  # of one rank's range, computed when needed
 
     def shards(self, rank: int) -> list[PlacedShard]:
-        """Return what ``rank`` owns of each member."""
+        """Return the shard of each member that ``rank`` owns."""
         first, places = self.first_column, self.layout.shard_slices(rank)
         return [
             PlacedShard(extent, slice(first + place.start, first + place.stop))
@@ -75,7 +75,7 @@ class Bucket:
         ]
 
     def adopt(self, weights: Sequence[Weight]) -> None:
-        """Move the members into :attr:`flats`, values kept."""
+        """Move the members into :attr:`flats`, keeping their values."""
         for i, extent in zip(self.members, self.layout.weight_extents(), strict=True):
             param = weights[i].param
             entries = slice(self.kind.entries(extent.start), self.kind.entries(extent.end))
@@ -88,34 +88,36 @@ class Bucket:
 
     @property
     def plain_values(self) -> list[torch.Tensor]:
-        """Each member's values in a buffer that holds no codes, flat."""
+        """The flat values of each member of a bucket of plain weights."""
         return [self.flats[0][e.start : e.end] for e in self.layout.weight_extents()]
 
     def _ranges(self, rank: int, masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``rank``'s range of the buffer, and of its masters, FP32 [columns]."""
+        """Return the range of ``rank`` in the buffer, and in its ``masters``, FP32 [columns]."""
         own = masters[self.first_column :][: self.layout.rank_numel]
         return self.flats[0].view(self.layout.world_size, -1)[rank], own
 
     def store(self, rank: int, masters: torch.Tensor) -> None:
-        """Round ``rank``'s masters, FP32 [columns], into its range: the cast of plain weights."""
+        """Round the ``masters`` of ``rank``, FP32 [columns], into its range. This is the cast of
+        plain weights.
+        """
         values, own = self._ranges(rank, masters)
         values.copy_(own)
 
     def restart(self, rank: int, masters: torch.Tensor, is_written: torch.Tensor) -> None:
-        """Let ``rank``'s masters, FP32 [columns], start from its range, of those plain members that
-        are written, bool [len(members)].
+        """Restart the ``masters`` of ``rank``, FP32 [columns], from its range, for plain members
+        with ``is_written``, bool [len(members)].
         """
         if self._member_sizes is None:
             sizes = [extent.size for extent in self.layout.shards(rank)]
-            sizes[-1] += self.layout.rank_numel - sum(sizes)  # what pads the range is never written
+            sizes[-1] += self.layout.rank_numel - sum(sizes)  # padding is never written
             self._member_sizes = torch.tensor(sizes, dtype=torch.int64, device=masters.device)
         values, own = self._ranges(rank, masters)
         of_columns = is_written.repeat_interleave(self._member_sizes, output_size=len(own))
         restart_plain_master(own, values, of_columns)
 
     def all_gather(self, comm: Communicator) -> None:
-        """Gather every rank's range on every rank: in place, one collective a buffer. Where uses
-        of the weights wait it is only begun.
+        """All-gather the ranges of all ranks in place, with one collective for each buffer. With
+        :attr:`pending`, only begin it.
         """
         if self.pending is not None:
             self.pending.begin(map(comm.start_all_gather_, self.flats))
@@ -127,11 +129,11 @@ class Bucket:
 def fill_buckets(
     weights: Sequence[Weight], size: int | None
 ) -> list[tuple[StorageKind, list[int]]]:
-    """Return the places of the weights of each bucket, in order, and how they are stored.
+    """Return the storage kind and the indices of the weights of each bucket, in order.
 
-    A bucket is closed as soon as it holds ``size`` elements; never where that is None. A weight
-    that fills one has it alone, so that no other waits for it: an embedding among biases. Plain
-    weights come first, so that a step that waits for them alone need not wait for codes.
+    A bucket is closed when it holds ``size`` elements, or never if ``size`` is None. A weight of
+    ``size`` elements or more gets a separate bucket, so that no other weight waits for it. Plain
+    weights come first, so that a step can wait for them without waiting for codes.
     """
     buckets: list[tuple[StorageKind, list[int]]] = []
     filling: dict[StorageKind, list[int]] = {}
@@ -151,7 +153,7 @@ def fill_buckets(
 
 
 def _with_own_storage(piece: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage is no more than that: programs that save
-    weights take tensors of one storage for copies of each other (safetensors, accelerate).
+    """Return a tensor of the same memory whose storage covers only that memory. Programs that save
+    weights (safetensors, accelerate) treat tensors of one storage as copies of each other.
     """
     return torch.from_dlpack(piece) if piece.numel() else piece

@@ -1,18 +1,18 @@
-"""Finds by trial whether an optimizer may be sharded over ranks: whether it updates each element
-from that element alone.
+"""Determines by a trial whether an optimizer is element-wise, so that it can be sharded over ranks.
 
-A rank does not know the other ranks' elements, so an optimizer that reads a whole tensor (a norm of
-it, its rows, its inverse), at blocks of it (8-bit state) or at all parameters (a learning rate
-estimated from them) would give other weights on another number of ranks. No list of names can be
-complete, so the class is tried, with the options of every kind of group. It steps a matrix and a
-vector whole, then flat, and then as ranks would: flat, in two pieces, each piece in a separate
-optimizer. Masters, state and what the class writes into its options must come out the same. The
-trial has more than 4096 elements, from where on 8-bit optimizers quantize, takes some milliseconds,
-draws nothing from torch's global generators and gives the same verdict on every rank. What a class
-does only after more steps, or for other values, is not found.
+A rank does not have the other ranks' elements. Some optimizers read a whole tensor (its norm, rows
+or inverse), blocks of it (8-bit state) or all parameters (an estimated learning rate). They would
+give other weights on another number of ranks. No list of names can be complete, so the class is
+tried, with the options of every kind of group. It steps a matrix and a vector whole, then flat, and
+then flat in two pieces, each in a separate optimizer, as on ranks. Masters, state and the options
+that the class writes must be the same in all runs.
 
-Where ranks step whole matrices (``shard="matrix"``) a class may read all of a matrix, but no other
-matrix: in the trial it steps two matrices in one optimizer, and then each in a separate one.
+The trial uses more than 4096 elements, from which 8-bit optimizers quantize, and takes some
+milliseconds. It draws nothing from torch's global generators and has the same result on every rank.
+It does not detect what a class does only after more steps, or for other values.
+
+With ``shard="matrix"`` a class may read a whole matrix, but no other matrix. The trial then steps
+two matrices in one optimizer, and then each in a separate one.
 """
 
 import sys
@@ -29,16 +29,16 @@ from zerocast.optim.inner import has_modes
 
 _SHAPES = {"element": ((72, 64), (48,)), "matrix": ((72, 64), (40, 56))}
 _SPLITS = (1301, 17)
-"""Odd, and uneven, so that no statistic of the pieces equals that of the whole."""
+"""Odd and unequal splits, so that no statistic of the pieces equals that of the whole."""
 _STEPS = 4
 _ORTHOGONAL = 1
-"""The step whose gradients are orthogonal to the tensors, which is where some classes project."""
+"""The step whose gradients are orthogonal to the tensors, because some classes project then."""
 _TOLERANCE = 1e-5
 """The relative tolerance between a whole and its pieces, because fused implementations may round an
 element differently when its tensor is divided."""
 
 _WHOLE = [{0: slice(None), 1: slice(None)}]
-"""By optimizer the tensors that it steps, each with its elements."""
+"""For each optimizer, the tensors that it steps, with their elements."""
 _PIECES = [
     {t: slice(split) for t, split in enumerate(_SPLITS)},
     {t: slice(split, None) for t, split in enumerate(_SPLITS)},
@@ -51,8 +51,8 @@ _RUNS = {
     ),
     "matrix": (([{0: slice(None)}, {1: slice(None)}], False, _TOLERANCE, "alone"),),
 }  # fmt: skip
-"""The runs that must each come out as the run before: what optimizers step, whether it is flat, the
-tolerance, and words for it. In the first run one steps whole tensors in their shapes."""
+"""The runs that must each equal the previous run: what the optimizers step, whether it is flat, the
+tolerance, and a description. The first run steps whole tensors in their shapes."""
 
 _NEEDS = {
     "element": (
@@ -65,10 +65,10 @@ _NEEDS = {
         "use one such as torch.optim.Muon",
     ),
 }
-"""What an optimizer must do, and what to do where it does not."""
+"""The requirement on an optimizer, and the remedy if it is not met."""
 
 _lock = threading.Lock()
-"""The trial seeds torch's generators and puts them back, which threads must not do at once."""
+"""The trial seeds and restores torch's generators, which threads must not do concurrently."""
 
 
 def check_shardable(
@@ -78,18 +78,19 @@ def check_shardable(
     device: torch.device,
     shard: str,
 ) -> None:
-    """Try ``optimizer_class(groups, **defaults)``, and raise where it is not element-wise, or, with
-    ``shard`` "matrix", where the step of a matrix depends on other matrices.
+    """Try ``optimizer_class(groups, **defaults)`` and raise unless it can be sharded.
+
+    It must be element-wise, or with ``shard`` "matrix" step each matrix independently of others.
 
     Args:
         groups: the options of each group, without its parameters.
 
     Raises:
-        InputError: where it is not an optimizer class, or refuses its options, or ``shard`` is
-            neither "element" nor "matrix".
-        UnsupportedError: where it is not as required, cannot step a flat tensor, or keeps state
-            that can be neither divided nor saved: other than FP32 in the master's shape (of any
-            shape, of whole matrices), and numbers, of each parameter.
+        InputError: if it is not an optimizer class, or refuses its options, or ``shard`` is neither
+            "element" nor "matrix".
+        UnsupportedError: if it does not meet the requirement, cannot step a flat tensor, or keeps
+            state that cannot be divided or saved. Allowed state, by parameter, are numbers and FP32
+            tensors in the master's shape (with "matrix" in any shape).
     """
     check_choice("shard", shard, ("element", "matrix"))
     if not (
@@ -102,7 +103,7 @@ def check_shardable(
     kinds = {repr(sorted((k, _kind(v)) for k, v in group.items())): group for group in groups}
     with undisturbed(device):
         for group in kinds.values():
-            try:  # a matrix is a shape that every class takes
+            try:  # every class accepts a matrix
                 matrix = torch.zeros(2, 2, dtype=torch.float32, device=device)
                 optimizer_class([group | {"params": [matrix]}], **defaults)
             except Exception as error:
@@ -122,7 +123,7 @@ def check_shardable(
 
 
 def _kind(value: object) -> str:
-    """Return the same text for options that a class treats alike: numbers count as 0 or not 0."""
+    """Return the same text for options that a class treats alike. Numbers are 0 or not 0."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     return repr(bool(value) if isinstance(value, int | float) else value)
@@ -136,15 +137,15 @@ def _difference(
     device: torch.device,
     shard: str,
 ) -> str | None:
-    """Return in words what a class keeps that no rank could save, or the first thing that comes out
-    otherwise in another run; None where there is no such thing.
+    """Return a description of state that ranks could not save, or of the first difference between
+    runs; None if there is neither.
     """
     generator, values, gradients = torch.Generator("cpu").manual_seed(0), [], []
     shapes = [torch.Size(shape) for shape in _SHAPES[shard]]
     for size in map(torch.Size.numel, shapes):
         # Magnitudes grow along a tensor, gradients twice as fast, so the statistics of pieces
-        # differ; gradients keep their direction, which estimates of a learning rate follow, but
-        # for some elements, where momentum then has another sign.
+        # differ. Gradients keep their direction, which learning rate estimates follow, except at
+        # some elements, where momentum then has the opposite sign.
         slope = torch.logspace(-2, 1, size, dtype=torch.float32, device="cpu")
         drawn = torch.randn(
             2 + _STEPS, size, generator=generator, dtype=torch.float32, device="cpu"
@@ -182,7 +183,7 @@ def _difference(
         after = {name: torch.cat(parts) for name, parts in found.items()}
         for name, one in before.items():
             two = after.get(name, one)
-            if one.numel() in (1, two.numel()):  # else state that a matrix alone has
+            if one.numel() in (1, two.numel()):  # else state of matrices only
                 near = (one - two).abs() <= tolerance * torch.maximum(one.abs(), one.abs().mean())
                 if not bool((near | (one == two) | (one.isnan() & two.isnan())).all()):
                     return f"it gave {name} other values {how}"
@@ -191,7 +192,7 @@ def _difference(
 
 
 def _outcome(optimizer: Any, params: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """Yield by name the tensors and numbers that an optimizer leaves."""
+    """Yield the names and values of the tensors and numbers that an optimizer produces."""
     left = [(f"tensor {t}", param) for t, param in params.items()]
     for t, param in params.items():
         left += [(f"state {k!r} of tensor {t}", v) for k, v in optimizer.state[param].items()]
@@ -206,9 +207,10 @@ def _outcome(optimizer: Any, params: dict[int, torch.Tensor]) -> Iterator[tuple[
 def _unsavable(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], *, flat: bool
 ) -> str | None:
-    """Describe state that belongs to no parameter, which no rank would save, that cannot be
-    divided, or that torch's ``load_state_dict`` does not bring back; None where there is none. A
-    matrix, which is no shard, may have state of any shape.
+    """Return a description of state that cannot be sharded or saved; None if there is none.
+
+    Such state belongs to no parameter, cannot be divided, or is not restored by torch's
+    ``load_state_dict``. Without ``flat``, state may have any shape.
     """
     for owner, state in optimizer.state.items():
         if not any(owner is param for param in params):
@@ -229,8 +231,8 @@ def _unsavable(
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Within the context random numbers are the same on every rank, afterwards what they would have
-    been; and what a class compiles is run without its compiler, which takes seconds.
+    """Seed torch's generators with 0 within the context, and restore them afterwards. Compiled code
+    runs eagerly within the context, because compiling takes seconds.
     """
     devices = [device] if device.type == "cuda" else []
     compiles = "torch._dynamo" in sys.modules

@@ -1,19 +1,17 @@
-"""ExternalWrites: finds the weights that other code has written, and starts their masters from
-them.
+"""ExternalWrites: detects weights that other code has written, and restarts their masters.
 
-A step makes the weights from the masters, so a write in between (the model's ``load_state_dict``,
-``copy_``, a broadcast) would be undone. Instead the masters start again from what was written. A
-quantized weight counts its writes, but for those through a buffer that was taken out of it. A plain
-one is written where the digest of its bytes is not that of what the optimizer has published: torch
-does not count writes through ``.data``. Where an element of it still is the rounding of its master,
-the master stays. A quantized weight keeps the value that was copied into it, so its master starts
-from that and not from its rounding.
+A step computes the weights from the masters, so it would overwrite any write in between (the
+model's ``load_state_dict``, ``copy_``, a broadcast). Instead the masters restart from the written
+values. A quantized weight counts its writes, except those through a buffer taken from it. A plain
+weight is compared with the published values by a digest of its bytes, because torch does not count
+writes through ``.data``. An element that is still the rounding of its master keeps the master. A
+quantized weight keeps the value that was copied into it, so its master restarts from that value and
+not from its rounding.
 
-Ranks must hold the same values when masters are taken from them, each rank its shard. Ranks compare
-these values only where any rank has found a write, which they learn from the reduce-scatter of
-gradients; so a step without such writes costs no more than two readings of the plain weights. On a
-GPU the host does not wait for the digests: masters of plain weights start again where the device
-finds them to differ, and ranks are not compared.
+Each rank restarts its shard of the masters, so the values must be equal on all ranks. Ranks compare
+them only if any rank has found a write, which is exchanged with the gradients. A step without such
+writes costs only two reads of the plain weights. On a GPU the host does not wait for the digests:
+the device restarts masters of plain weights that differ, and ranks are not compared.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,19 +29,19 @@ from zerocast.tensors.ledger import watch
 
 
 class ExternalWrites:
-    """Finds the weights of an optimizer that other code has written since the optimizer did.
+    """The tracker of weights that other code has written since the optimizer wrote them.
 
     Args:
         shards: the weights and this rank's masters.
-        casts: returns how often the optimizer has cast its quantized weights. Where no more writes
-            are counted of any, none of them needs to be looked at.
+        casts: returns how often the optimizer has cast its quantized weights. If no other writes
+            are counted in total, the weights are not checked one by one.
     """
 
     def __init__(self, shards: ShardedWeights, casts: Callable[[], int]) -> None:
         self._shards, self._casts = shards, casts
         self._found: set[int] = set()
         self._versions = {i: 0 for i, weight in enumerate(shards.weights) if weight.kind.is_codes}
-        self._others: int | None = None  # of all writes those that are no casts of the optimizer's
+        self._others: int | None = None  # all counted writes except this optimizer's casts
         buckets = [bucket for bucket in shards.buckets if not bucket.kind.is_codes]
         self._plain = shards.plain
         self._values = watch(value for bucket in buckets for value in bucket.plain_values)
@@ -53,8 +51,8 @@ class ExternalWrites:
         self.settle()
 
     def look(self, *, waits: bool = True) -> bool:
-        """Return whether a weight was written on this rank whose new value is not settled. On a GPU
-        the answer of plain weights is waited for, or without ``waits`` left to :meth:`take`.
+        """Return whether this rank has found writes since the weights were made from the masters.
+        Without ``waits``, leave plain weights to :meth:`take`, so that no GPU is waited for.
         """
         others = self._count_others()
         if others != self._others:
@@ -70,22 +68,24 @@ class ExternalWrites:
         return CastVersion.all_writes - self._casts()
 
     def _version(self, index: int) -> int:
-        """A number that changes with every write of a quantized weight that is no cast of the
-        optimizer's.
+        """Return a number that changes with every write of a quantized weight other than this
+        optimizer's casts.
         """
         storage = self._shards.weights[index].storage
         assert storage is not None
         return storage.version - self._casts()
 
     def mark(self, indices: Iterable[int]) -> None:
-        """Let these weights count as written, but for plain ones, whose bytes tell."""
+        """Mark these weights as written. Plain ones are ignored, because their digests are
+        compared.
+        """
         self._found.update(i for i in indices if i in self._versions)
 
     def take(self) -> None:
-        """Start the masters of what :meth:`look` has found here again from this rank's values.
+        """Restart the masters of the weights that :meth:`look` has found from this rank's values.
 
         Raises:
-            UnsupportedError: in the capture of a CUDA graph, whose replays would do it again.
+            UnsupportedError: during CUDA graph capture, because replays would repeat it.
         """
         is_cpu = self._shards.masters.device.type == "cpu"
         if self._found and not is_cpu and torch.cuda.is_current_stream_capturing():
@@ -98,7 +98,7 @@ class ExternalWrites:
             self._shards.restart_plain_masters(self._differ)
 
     def settle(self) -> None:
-        """Forget what was found: the weights have just been made from the masters."""
+        """Discard the found writes, after the weights have been made from the masters."""
         others = self._count_others()
         if self._found or others != self._others:
             self._versions.update((i, self._version(i)) for i in self._versions)
@@ -110,21 +110,21 @@ class ExternalWrites:
             self._values.keep_bytes()
 
     def agree_and_take(self) -> None:
-        """Call :meth:`agree` where any rank has found something, then :meth:`take`. Collective."""
+        """Call :meth:`agree` if any rank has found a write, then :meth:`take`. Collective."""
         found = self.look()
         if not agree(self._shards.comm, int(found)) or found:
             self.agree()
         self.take()
 
     def agree(self) -> None:
-        """Let all ranks find the same writes, after :meth:`look`. Collective.
+        """Make the found writes equal on all ranks, after :meth:`look`. Collective.
 
-        A weight that has the same values on all ranks, and was not written on some, has not changed
-        (one rank's weights were broadcast). Where only some ranks keep the value that was copied
-        into a weight, its master starts from the codes.
+        A weight with equal values on all ranks that was not written on some has not changed (one
+        rank's weights were broadcast). If only some ranks keep the value that was copied into a
+        weight, its master restarts from the codes.
 
         Raises:
-            RankMismatchError: on every rank, where ranks hold different values.
+            RankMismatchError: on every rank, if ranks hold different values.
         """
         weights = self._shards.weights
         kept = [weight.init_value for weight in weights]

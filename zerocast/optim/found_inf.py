@@ -1,10 +1,10 @@
-"""FoundInf: one loss scale on all ranks, so that torch's GradScaler serves a sharded optimizer.
+"""FoundInf: makes torch's GradScaler skip a step on all ranks together.
 
-``torch.amp.GradScaler`` looks for infinities in this rank's gradients, through
-``optimizer.param_groups``, and then skips this rank's step. Where gradients are reduced inside
-``step`` an overflow on one rank alone would leave the others waiting. So the optimizer lists one
-more parameter, without elements, which is its own gradient: the scaler passes it ``found_inf``
-after all others, and it makes the ranks agree.
+``torch.amp.GradScaler`` checks this rank's gradients in ``optimizer.param_groups`` for infinities,
+and skips this rank's step if it finds any. Since ``step`` reduces gradients, an overflow on one
+rank only would leave the others waiting. So the optimizer lists one more parameter, without
+elements, which is also its gradient. The scaler inspects it last and passes it ``found_inf``, which
+it reduces over the ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zerocast.optim.gradients import GradientReducer
 class FoundInf(torch.Tensor):
     """A parameter without elements, with which a GradScaler inspects the gradients of all ranks.
 
-    Its dtype is FP64, which no weight of the optimizer has. The scaler inspects gradients dtype by
-    dtype, in the order in which the dtypes first occur, so this last parameter is inspected last.
+    Its dtype is FP64, which no weight of the optimizer has. The scaler inspects gradients by dtype,
+    in order of first occurrence, so this last parameter is inspected last.
     """
 
     gradients: GradientReducer
@@ -45,11 +45,13 @@ class FoundInf(torch.Tensor):
 
     @grad.setter
     def grad(self, value: object) -> None:
-        """Ignore what ``zero_grad`` or a loop over parameters assigns."""
+        """Ignore assignments, such as those of ``zero_grad``."""
 
     def agree(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Set ``found_inf``, FP32 [], to 1 where a GradScaler saw an overflow on any rank, or there
-        is one in what the scaler did not see; multiply that by ``inv_scale``, FP32 [].
+        """Set ``found_inf``, FP32 [], to 1 on all ranks if any rank has an overflow.
+
+        Gradients that the scaler cannot see are also checked, and multiplied by ``inv_scale``,
+        FP32 [].
         """
         if self.gradients.kept:
             raise InputError(

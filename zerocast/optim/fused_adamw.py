@@ -1,19 +1,19 @@
-"""FusedAdamW: torch's AdamW in one pass over memory, which also measures what is cast next.
+"""FusedAdamW: AdamW in one pass over memory, which also measures the masters for the next cast.
 
-The arithmetic is that of ``torch.optim.AdamW(fused=True)`` on a CPU, to the bit, but for the last
-elements of a tensor there, which torch rounds otherwise: here an element has the same bits wherever
-a tensor is cut, on every device ("AdamW" in the numerics' documentation). torch's other
-implementations take another square root on a CPU.
+The arithmetic is bitwise that of ``torch.optim.AdamW(fused=True)`` on a CPU, except that torch
+rounds the last elements of a tensor differently. Here an element has the same bits wherever a
+tensor is split, on every device ("AdamW" in the numerics' documentation). torch's other
+implementations use a different square root on a CPU.
 
 Note: one pass for the update and the cast
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Given as the class to :class:`zerocast.optim.ZeroOptimizer`, the update of a master takes the amaxes
-of its blocks in the same pass, and writes the codes of blocks whose scales wait for no other rank;
-the cast that follows then reads what is left
-(:class:`zerocast.cast.prepared_cast.PreparedCast`). Of masters that FSDP2 gathers the update takes
-the amaxes where no code can be written before ranks have reduced them
-(:mod:`zerocast.sharded.updates`). The bytes are the same. On CUDA update and measurement are
-two passes.
+As ``optimizer_class`` of :class:`zerocast.optim.ZeroOptimizer`, it computes the amaxes of a
+master's blocks in the update pass. It also writes the codes of blocks whose scales do not depend on
+other ranks. The cast that follows reads the rest
+(:class:`zerocast.cast.prepared_cast.PreparedCast`). For masters that FSDP2 gathers, the update
+computes amaxes if no code can be written before ranks have reduced them
+(:mod:`zerocast.sharded.updates`). The bytes are the same. On CUDA, update and measurement are two
+passes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,40 +37,42 @@ _FULFILLED: dict[str, tuple[object, ...]] = {
     "foreach": (None, False), "capturable": (False,), "differentiable": (False,),
     "fused": (None, True),
 }  # fmt: skip
-"""Of torch's other options the values that ask for nothing else than this is."""
+"""The accepted values of torch's other options, which match this implementation."""
 
 _AS_TORCH = {
     "foreach": None, "capturable": False, "differentiable": False, "fused": True,
     "decoupled_weight_decay": True,
 }  # fmt: skip
-"""What a group says of them, so that torch's AdamW goes on from a state by the same arithmetic."""
+"""The options stored in groups, so that torch's AdamW continues from a state with the same
+arithmetic."""
 
 
 class FusedAdamW(torch.optim.Optimizer):
     """``torch.optim.AdamW`` of FP32 parameters, on CPU and CUDA.
 
     Parameters may be DTensors, and masters under FSDP2. State has torch's names, shapes and dtypes
-    (``step``, ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``), so state dicts of
-    ``torch.optim.AdamW`` are loaded, and it loads these.
+    (``step``, ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``), so this class and
+    ``torch.optim.AdamW`` can load each other's state dicts.
 
     Args:
         params: parameters, named ones, or param groups, as in torch.
         lr: the learning rate: a number, or a tensor of one element, which is read at every step.
-        betas: by which the averages of the gradient and of its square decay.
-        eps: added to the denominator.
-        weight_decay: the share of a weight, times ``lr``, that is taken off it at each step.
+        betas: the decay rates of the averages of the gradient and of its square.
+        eps: the term added to the denominator.
+        weight_decay: the decoupled weight decay; each step subtracts ``lr * weight_decay`` times
+            the weight.
         amsgrad: whether to divide by the largest average so far.
-        maximize: whether to ascend.
-        **others: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, where they
-            ask for nothing else than this: ``fused=True``, and False for the others.
+        maximize: whether to maximize the objective.
+        **others: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, only with
+            values that match this implementation: ``fused=True``, and False for the others. None
+            is accepted for ``foreach`` and ``fused``.
 
     Attributes:
-        plan: the cast whose masters are updated, or None.
+        plan: the plan that casts the updated masters, or None.
 
     Raises:
-        InputError: for an option out of its range, or one that torch does not have; for a weight
-            that FSDP2 has gathered.
-        UnsupportedError: for one of torch's that is not fulfilled.
+        InputError: if an option is out of range or unknown, or a weight has been gathered by FSDP2.
+        UnsupportedError: if an option of torch is not supported.
     """
 
     plan: CastPlan | None = None
@@ -98,8 +100,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """Add a group, as torch does.
 
         Raises:
-            InputError, UnsupportedError: as the optimizer, for the group's own options; for a
-                weight that FSDP2 has gathered.
+            InputError, UnsupportedError: as the constructor, for the options of the group.
+            InputError: if a weight has been gathered by FSDP2.
         """
         _check_others({name: param_group[name] for name in _FULFILLED if name in param_group})
         _check_options({**self.defaults, **param_group})
@@ -127,12 +129,12 @@ class FusedAdamW(torch.optim.Optimizer):
     @untraced  # it reads addresses
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of the parameters that have a gradient. ``closure`` recomputes the loss
-        first, and its result is returned.
+        """Step the parameters that have a gradient. Call ``closure``, which recomputes the loss,
+        first and return its result.
 
         Raises:
-            UnsupportedError: for a parameter that is not plain FP32, or a sparse gradient; nothing
-                has been written.
+            UnsupportedError: if a parameter or gradient is not dense FP32. Nothing has been
+                written.
         """
         loss = None
         if closure is not None:
@@ -153,7 +155,7 @@ class FusedAdamW(torch.optim.Optimizer):
             copies += [pair for pair in zip(own, flat, strict=True) if pair[0] is not pair[1]]
             numbers = _numbers(float(state["step"]), group)
             updates.append(_update(gradient.contiguous(), flat, numbers))
-        # torch must notice before a plan looks whether masters were written since.
+        # Count the writes in torch before a plan checks whether masters were written.
         increment_version([each for each in written if not each.is_inference()])
         self._run([param for param, _, _ in stepped], updates)
         for memory, copy in copies:
@@ -161,8 +163,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def _run(self, params: Sequence[torch.Tensor], updates: Sequence[AdamWUpdate]) -> None:
-        """Update what are masters of a plan with what it measures, and others alone."""
-        # A hook may write masters in ways that nobody counts.
+        """Run the updates of a plan's masters with its measurement, and the others without."""
+        # A hook may write masters in ways that are not counted.
         hooks = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
         if not any(hooks):
             updates = update_masters(params, updates)
@@ -173,7 +175,7 @@ class FusedAdamW(torch.optim.Optimizer):
             backend_for(device).adamw([each for each in updates if each.master.device == device])()
 
     def _state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what is kept of a parameter, made where it is missing."""
+        """Return the state of a parameter, and create what is missing."""
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -184,7 +186,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def _averages(group: dict[str, Any]) -> list[str]:
-    """The names of the tensors that are kept of a parameter of a group."""
+    """Return the names of the state tensors of the parameters of a group."""
     return ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * bool(group["amsgrad"])]
 
 
@@ -209,7 +211,7 @@ def _update(
 
 
 def _memory(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter, its gradient or its state, as a plain tensor."""
+    """Return the local part of a parameter, its gradient or its state, as a plain tensor."""
     local = to_local(tensor)
     if isinstance(local, MasterWeight):
         local = local.value
@@ -225,14 +227,14 @@ def _memory(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def _placed_like(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient placed on ranks as its parameter is."""
+    """Return a gradient with the placements of its parameter."""
     if not (is_sharded(param) and is_sharded(gradient)) or gradient.placements == param.placements:
         return gradient
     return gradient.redistribute(param.device_mesh, param.placements)
 
 
 def _check_others(given: dict[str, object]) -> None:
-    """Raise where one of torch's other options asks for something else than this is."""
+    """Raise if one of torch's other options is unknown or has an unsupported value."""
     for name, value in given.items():
         if name not in _FULFILLED:
             raise InputError(f"FusedAdamW has no option {name!r}; leave it out.")
@@ -243,7 +245,7 @@ def _check_others(given: dict[str, object]) -> None:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    """Raise :class:`InputError` where an option of a group is out of its range."""
+    """Raise :class:`InputError` if an option of a group is out of range."""
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise InputError(f"lr must be a number or a tensor of one element, got {lr}.")

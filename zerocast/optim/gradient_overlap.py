@@ -1,27 +1,28 @@
-"""OverlappingReducer: sends gradients while the backward pass runs, and does not keep them whole.
+"""OverlappingReducer: sends gradients while the backward pass runs, and frees them (ZeRO-2).
 
 Note: gradients that overlap the backward
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 With ``overlap_grad_reduce`` a weight's gradient is copied into its bucket's buffer when backward
-comes to the next weight, so that all hooks of the first have run, and is freed. A bucket that is
-full is sent, while backward fills the next one; when a third is needed the first is waited for and
-added to FP32 sums of this rank's shards (ZeRO-2). So beside the sums gradients take two buckets and
-what the backward of two layers makes.
+reaches the next weight, because all hooks of the first have run then. The gradient is then freed. A
+full bucket is sent while backward fills the next one. When a third is needed, the reducer waits for
+the first and adds it to FP32 sums of this rank's shards. So besides the sums, gradients occupy two
+buckets and the gradients of two layers.
 
-Buckets are sent in one order on all ranks, the last layers' first; a bucket that would overtake
-another waits for it, its gradients in ``.grad``. Every backward pass sends every bucket once: at
-its end the buckets that are not full are sent, with zeros for weights that it did not reach. So
-between two steps all ranks must make the same number of backward passes, each through at least one
-weight of the optimizer; which weights may differ. Passes inside a pass count (checkpointing with
-``use_reentrant=True``) and send everything again each time: use ``use_reentrant=False``.
+Buckets are sent in the same order on all ranks, the last layers' first. If a bucket is full before
+an earlier one, its gradients wait in ``.grad``. Every backward pass sends every bucket once. At its
+end, buckets that are not full are sent, with zeros for weights that it did not reach. So between
+two steps all ranks must make the same number of backward passes, each through at least one weight
+of the optimizer; the weights may differ. Nested passes (checkpointing with ``use_reentrant=True``)
+count and send every bucket again: use ``use_reentrant=False``.
 
-A gradient that comes too late for its bucket, or was not made by backward (``param.grad = ...``),
-stays in ``.grad`` and is sent with the next pass, or in one more exchange at the step. So does one
-that is a view: other code owns its memory, and may still be at work there, as torch's DDP is with
-``gradient_as_bucket_view=True``. The step, or ``optimizer.zero_grad()``, resets the sums.
+A gradient that is too late for its bucket, or was not made by backward (``param.grad = ...``),
+stays in ``.grad``. It is sent with the next pass, or in one more exchange at the step. The same
+holds for a gradient that is a view, because other code owns its memory and may still write it.
+torch's DDP does so with ``gradient_as_bucket_view=True``. The step, or ``optimizer.zero_grad()``,
+resets the sums.
 
-Once taken, a gradient is a :class:`TakenGradient`, whose use is an error; a step is refused where
-it was replaced or removed. It makes way before backward adds the next gradient to it.
+A taken gradient is replaced by a :class:`TakenGradient`, whose use is an error. A step raises if it
+was replaced or removed. It is removed before backward accumulates the next gradient.
 """
 
 import weakref
@@ -40,21 +41,21 @@ from zerocast.optim.shards import ShardedWeights
 from zerocast.optim.taken_gradient import TakenGradient
 
 _HOOKS: Any = WeakIdKeyDictionary()
-"""The finalizers that remove hooks, by parameter: a new optimizer removes those of the former one,
-so that it alone takes gradients.
+"""The handles of gradient hooks, by parameter. A new optimizer removes the hooks of the former one.
 """
 
 
 def release_gradients(shards: ShardedWeights) -> None:
-    """Let no earlier optimizer of these weights take their gradients any more."""
+    """Remove the gradient hooks that earlier optimizers have registered for these weights."""
     for weight in shards.weights:
         if (handle := _HOOKS.pop(weight.param, None)) is not None:
             handle.remove()
 
 
 class OverlappingReducer(GradientReducer):
-    """A reducer whose :attr:`reduced` holds sums from the first backward pass on, and means from
-    :meth:`reduce_mean` on.
+    """A reducer that sends gradients during backward.
+
+    :attr:`reduced` holds sums from the first backward pass, and means from :meth:`reduce_mean`.
     """
 
     def __init__(self, shards: ShardedWeights, dtype: torch.dtype | None = None) -> None:
@@ -73,7 +74,7 @@ class OverlappingReducer(GradientReducer):
             _HOOKS[weight.param] = weight.param.register_hook(announce)
 
     def _forget(self) -> None:
-        """Begin with no pass and no sums."""
+        """Reset to no passes and no sums."""
         for index, taken in self._taken.items():
             param = self._shards.weights[index].param
             if param.grad is taken:
@@ -87,14 +88,14 @@ class OverlappingReducer(GradientReducer):
         self._refused: InputError | None = None
 
     def _begin_pass(self) -> None:
-        self._bucket = 0  # the one that is filled
-        self._waiting: dict[int, list[int]] = {}  # weights whose gradients later buckets take
-        self._packed = set[int]()  # weights of the bucket that is filled
+        self._bucket = 0  # the bucket that is being filled
+        self._waiting: dict[int, list[int]] = {}  # weights whose gradients belong to later buckets
+        self._packed = set[int]()  # packed weights of the current bucket
         self._awaited = self._to_come()
         self._has_begun = False
 
     def _to_come(self) -> int:
-        """Return how many gradients fill the bucket."""
+        """Return the number of gradients of the current bucket."""
         weights = self._shards.weights
         members = self._buckets[self._bucket].pieces if self._bucket < len(self._buckets) else ()
         return sum(weights[i].param.requires_grad for i in members)
@@ -102,7 +103,7 @@ class OverlappingReducer(GradientReducer):
     # --- while backward runs ---
 
     def announce(self, index: int) -> None:
-        """Take the gradient before, and prepare ``.grad`` of the weight whose gradient is next."""
+        """Take the previous gradient, and prepare ``.grad`` for that of weight ``index``."""
         self._settle()
         self._refused = self._refused or self._replaced(index)
         param = self._shards.weights[index].param
@@ -115,8 +116,8 @@ class OverlappingReducer(GradientReducer):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take the gradient that was announced, if it has come: ``torch.autograd.grad`` brings
-        none.
+        """Take the announced gradient if it has arrived. ``torch.autograd.grad`` writes no
+        ``.grad``.
         """
         if self._announced is None:
             return
@@ -137,14 +138,14 @@ class OverlappingReducer(GradientReducer):
             return
         bucket = self._bucket_of[index]
         if bucket < self._bucket or index in self._packed:
-            return  # it goes with the next pass
+            return  # it is sent with the next pass
         self._waiting.setdefault(bucket, []).append(index)
         if bucket == self._bucket:
             self._fill()
 
     def _fill(self) -> None:
-        """Pack what has arrived for the bucket that is filled; go on to the next when it is
-        full.
+        """Pack the arrived gradients of the current bucket. Send it and continue with the next when
+        it is full.
         """
         while self._bucket < len(self._buckets):
             arrived = self._waiting.pop(self._bucket, [])
@@ -160,7 +161,7 @@ class OverlappingReducer(GradientReducer):
         """Pack a gradient, if there is one, and free it."""
         gradient = self._gradient(index)
         if gradient is not None and self._is_running and gradient._base is not None:
-            gradient = None  # other code may be at work in its memory until backward ends
+            gradient = None  # other code may write its memory until backward ends
         self._buckets[self._bucket].pack(index, gradient)
         self._packed.add(index)
         if gradient is not None:
@@ -168,7 +169,7 @@ class OverlappingReducer(GradientReducer):
             self._release(index)
 
     def _release(self, index: int) -> None:
-        """Free a gradient, and leave in its place what raises an error when it is used."""
+        """Free a gradient, and replace it by a :class:`TakenGradient`."""
         param = self._shards.weights[index].param
         if (gradient := param.grad) is not None:
             taken = TakenGradient.like(gradient.shape, gradient.dtype, gradient.device)
@@ -176,7 +177,7 @@ class OverlappingReducer(GradientReducer):
         self._left.discard(index)
 
     def _send(self) -> None:
-        """Send the bucket that is filled, with zeros for what has not arrived."""
+        """Send the current bucket, with zeros for missing gradients."""
         each = self._buckets[self._bucket]
         self._make_room(each)
         for index in each.pieces.keys() - self._packed:
@@ -191,8 +192,8 @@ class OverlappingReducer(GradientReducer):
         return partial(self._in_as_many_passes, wait)
 
     def _in_as_many_passes(self, call: Callable[[], Any]) -> Any:
-        """Return what ``call`` of an exchange returns; where other ranks call another collective,
-        say why.
+        """Return the result of ``call``, part of an exchange. Explain the likely cause if other
+        ranks call another collective.
         """
         try:
             return call()
@@ -217,7 +218,7 @@ class OverlappingReducer(GradientReducer):
         self._begin_pass()
 
     def _end_broken_pass(self) -> None:
-        """Send what a backward pass that has failed left unsent."""
+        """Send what a failed backward pass has not sent."""
         self._is_running = False
         self._settle()
         if self._has_begun:
@@ -243,7 +244,7 @@ class OverlappingReducer(GradientReducer):
         self._is_mean = True
 
     def _gradient(self, index: int) -> torch.Tensor | None:
-        """Return what ``.grad`` of a weight holds and was not taken."""
+        """Return the gradient in ``.grad`` of a weight; None if there is none or it was taken."""
         gradient = self._shards.weights[index].param.grad
         return None if isinstance(gradient, TakenGradient) else gradient
 
@@ -254,23 +255,23 @@ class OverlappingReducer(GradientReducer):
         return [i in self._taken or grad is not None for i, grad in enumerate(self._grads())]
 
     def error(self) -> InputError | None:
-        """Return the error for gradients that cannot be reduced as they are."""
+        """Return the error for gradients that cannot be reduced."""
         return self._refused or self.changed() or super().error()
 
     def keep(self) -> None:
-        """Keep what was reduced just now for the next step."""
+        """Keep the reduced gradients for the next step."""
         self._kept = []
 
     def drop(self) -> None:
-        """Forget all gradients. Collective where a backward pass has failed half way."""
+        """Discard all gradients. Collective if a backward pass has failed midway."""
         super().drop()
         self._end_broken_pass()
         self._finish()
         self._forget()
 
     def changed(self) -> InputError | None:
-        """Return the error for gradients that came after the mean was taken, and for one that other
-        code replaced or removed after it was taken.
+        """Return the error for gradients that arrived after the mean was computed, or for a taken
+        gradient that other code has replaced or removed.
         """
         for index in () if self._is_running else self._taken:  # running: backward has failed
             if (error := self._replaced(index)) is not None:
@@ -285,7 +286,7 @@ class OverlappingReducer(GradientReducer):
         )
 
     def _replaced(self, index: int) -> InputError | None:
-        """Return the error for a gradient that was taken, and then replaced or removed."""
+        """Return the error for a taken gradient that was then replaced or removed."""
         weight, taken = self._shards.weights[index], self._taken.get(index)
         if taken is None or weight.param.grad is taken or index in self._left:
             return None
@@ -296,8 +297,8 @@ class OverlappingReducer(GradientReducer):
         )
 
     def unscale_(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        """Multiply the sums by ``inv_scale``, FP32 []; set ``found_inf``, FP32 [], to 1 where one
-        is not finite.
+        """Multiply the sums by ``inv_scale``, FP32 []. Set ``found_inf``, FP32 [], to 1 if any is
+        not finite.
         """
         self._end_broken_pass()
         self._finish()

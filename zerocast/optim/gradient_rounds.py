@@ -1,17 +1,17 @@
-"""Rounds: assigns gradients to all-to-alls, with their dtype and their place in the buffer.
+"""Rounds: assigns gradients to all-to-alls, with their dtype and position in the buffer.
 
-A round is some columns of all ranks (see "Note: columns" in :mod:`zerocast.optim.shards`). Its
-buffer is a matrix of bytes [ranks, row] of which rank r is sent row r. A row holds one section
-after the other, the columns of one bucket each, in the dtype in which its gradients travel::
+A round covers some columns of all ranks (see "Note: columns" in :mod:`zerocast.optim.shards`). Its
+buffer is a byte matrix [ranks, row], of which row r is sent to rank r. A row consists of sections,
+each with columns of one bucket, in the dtype in which its gradients are sent::
 
     row of rank 0   [ bucket of codes, BF16 | bucket of FP32 weights | tail ]
     row of rank 1   [ bucket of codes, BF16 | bucket of FP32 weights | tail ]
 
 The exchange is in place: afterwards row r is what rank r sent, and the rows are summed in FP32 in
-the order of the ranks. So the sum has the same bits on every transport.
+rank order. So the sum has the same bits on every transport.
 
-A weight's elements stand in the rows of the ranks that own them: in one row, or in part of a first
-row, whole rows and part of a last one. So a weight is copied in three pieces at most, on any number
+A weight's elements are in the rows of the ranks that own them: in one row, or in part of a first
+row, whole rows and part of a last one. So a weight is copied in at most three pieces, on any number
 of ranks.
 """
 
@@ -28,16 +28,15 @@ from zerocast.optim.buckets import Bucket
 from zerocast.optim.shards import ShardedWeights
 
 BUFFER_BYTES = 1 << 25
-"""Bytes of a round's buffer, where rounds may be cut: 32 MiB, past which messages move no
-faster."""
+"""The default buffer size of a round in bytes, 32 MiB. Larger messages are not faster."""
 
 _ALIGNMENT = 8
-"""Bytes to which sections are aligned: a tail may hold int64."""
+"""The alignment of sections in bytes: a tail may hold int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Columns ``start`` to ``end`` of one bucket's own, and the dtype of gradients on their way."""
+    """Columns ``start`` to ``end`` of one bucket, and the dtype in which gradients are sent."""
 
     bucket: Bucket
     start: int
@@ -51,8 +50,10 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of a gradient: from ``start`` on as many as a row of ``place``, a view of the buffer
-    [rows, columns], and as many again ``stride`` elements later for each further row.
+    """Elements of a gradient and their place in the buffer.
+
+    Row i of ``place``, a view of the buffer [rows, columns], holds the elements from
+    ``start + i * stride``.
     """
 
     start: int
@@ -62,8 +63,8 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A span in the buffer: ``rows``, a view [ranks, columns] of its dtype; ``columns`` are among
-    those of this rank.
+    """A span in the buffer: ``rows`` is a view [ranks, columns] in its dtype, ``columns`` the
+    matching columns of this rank.
     """
 
     columns: slice
@@ -80,8 +81,8 @@ class Round:
 
     Attributes:
         spans: the spans that are sent.
-        nbytes: the number of bytes of the buffer.
-        pieces: the pieces of gradients, by the weight's place.
+        nbytes: the size of the buffer in bytes.
+        pieces: the pieces of gradients, by weight index.
         tail: uint8 [ranks, tail_bytes], a view of the buffer.
     """
 
@@ -96,7 +97,7 @@ class Round:
         self.pieces: dict[int, list[_Piece]] = {}
 
     def place(self, memory: torch.Tensor) -> None:
-        """Use the beginning of ``memory``, uint8 of :attr:`nbytes` at least, as the buffer."""
+        """Use the beginning of ``memory``, at least :attr:`nbytes` of uint8, as the buffer."""
         self.buffer = memory[: self.nbytes]
         rows = self.buffer.view(self._size, self._row_bytes)
         self.sections, offset = [], 0
@@ -110,8 +111,8 @@ class Round:
         self.tail = rows[:, offset : offset + self._tail_bytes]
 
     def pack(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy one weight's ``gradient`` into the buffer, rounded to the dtype on the way; zeros
-        where there is none.
+        """Copy one weight's ``gradient`` into the buffer, rounded to the sent dtype; zeros if it is
+        None.
         """
         if gradient is None:
             for piece in self.pieces[index]:
@@ -124,12 +125,12 @@ class Round:
             piece.place.copy_(flat.as_strided(shape, strides, first + piece.start))
 
     def begin(self, comm: Communicator) -> Wait:
-        """Begin the exchange; what is returned waits for it."""
+        """Begin the exchange and return a callable that waits for it."""
         return comm.start_all_to_all(self.buffer, self.buffer)
 
     def sum_into(self, sums: torch.Tensor, *, replaces: bool) -> None:
-        """Add the rows that have arrived, in rank order, to ``sums``, FP32 [num_columns]; with
-        ``replaces`` the first of them takes the place of what stood there.
+        """Add the received rows, in rank order, to ``sums``, FP32 [num_columns]. With ``replaces``,
+        the first row overwrites the sums.
         """
         for section in self.sections:
             total, rows = sums[section.columns], section.rows.unbind(0)
@@ -142,8 +143,8 @@ class Round:
 def plan_rounds(
     shards: ShardedWeights, dtype: torch.dtype | None, tail_bytes: int, buffer_bytes: int | None
 ) -> list[Round]:
-    """Return the rounds of :func:`cut_rounds`, with two buffers in turn and the pieces of the
-    gradients in them.
+    """Return the rounds of :func:`cut_rounds`, with two alternating buffers and the pieces of the
+    gradients.
     """
     rounds = cut_rounds(shards, dtype, tail_bytes, buffer_bytes)
     device = shards.masters.device
@@ -155,24 +156,23 @@ def plan_rounds(
 
 
 def buffer_sizes(rounds: Sequence[Round]) -> list[int]:
-    """Return the bytes of the buffers that rounds use in turn: two, or one of a single round."""
+    """Return the sizes in bytes of the alternating buffers: two, or one for a single round."""
     return [max(each.nbytes for each in rounds[i::2]) for i in range(min(2, len(rounds)))]
 
 
 def cut_rounds(
     shards: ShardedWeights, dtype: torch.dtype | None, tail_bytes: int, buffer_bytes: int | None
 ) -> list[Round]:
-    """Return the rounds in which all gradients travel, in order and without buffers; the last has a
-    tail.
+    """Return the rounds that send all gradients, in order and without buffers. The last has a tail.
 
     Args:
         shards: the weights and their buckets.
-        dtype: in which gradients travel; None for that of the weights of a bucket, FP32 where
-            these differ.
-        tail_bytes: the number of bytes of the last round.
-        buffer_bytes: the number of bytes of the largest round: rounds are as few as that allows.
-            With None a round is one bucket, in the order in which a backward pass has their
-            gradients together, and the tail a round of its own.
+        dtype: the dtype in which gradients are sent; None for that of a bucket's weights, or FP32
+            if these differ.
+        tail_bytes: the size in bytes of the tail of each row of the last round.
+        buffer_bytes: the maximum size of a round in bytes, with as few rounds as possible. With
+            None, each bucket is one round, in the order in which backward completes them, and the
+            tail is a separate round.
     """
     size = shards.comm.size
     dtypes = {bucket.first_column: dtype or _common_dtype(shards, bucket)
@@ -196,8 +196,8 @@ def _common_dtype(shards: ShardedWeights, bucket: Bucket) -> torch.dtype:
 def _cut(
     buckets: Sequence[Bucket], dtypes: dict[int, torch.dtype], row_bytes: int
 ) -> list[list[_Span]]:
-    """Return the spans of each round: all columns of all buckets, in rows of ``row_bytes``, or of
-    one element where those are fewer.
+    """Return the spans of each round: all columns of all buckets, in rows of at most ``row_bytes``,
+    but at least one element.
     """
     rounds, room = [list[_Span]()], row_bytes
     for bucket in buckets:
@@ -216,15 +216,13 @@ def _cut(
 
 
 def _lay_out(shards: ShardedWeights, rounds: Sequence[Round]) -> None:
-    """Give every round its pieces: a weight meets those rounds only that hold some of its
-    elements.
-    """
+    """Set the pieces of every round. A weight has pieces only in rounds that hold its elements."""
     spans: dict[int, list[tuple[int, _Section, Round]]] = {}  # by bucket, ascending
     for each in rounds:
         for span, section in zip(each.spans, each.sections, strict=True):
             spans.setdefault(span.bucket.first_column, []).append((span.start, section, each))
     for bucket in shards.buckets:
-        places = spans.get(bucket.first_column, [])  # of weights without elements there are none
+        places = spans.get(bucket.first_column, [])  # empty for weights without elements
         starts = [start for start, *_ in places]
         width = bucket.layout.rank_numel
         for i, extent in zip(bucket.members, bucket.layout.weight_extents(), strict=True):
@@ -241,8 +239,9 @@ def _lay_out(shards: ShardedWeights, rounds: Sequence[Round]) -> None:
 
 
 def _rows(start: int, end: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Divide elements ``start`` to ``end`` of a bucket, whose rows are ``width`` long, into parts
-    of rows: first row, number of rows, first column, end column.
+    """Split elements ``start`` to ``end`` of a bucket with rows of ``width`` elements.
+
+    Yield the first row, the number of rows, the first column and the end column of each part.
     """
     while start < end:
         row, column = divmod(start, width)

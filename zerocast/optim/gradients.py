@@ -1,15 +1,14 @@
 """GradientReducer: computes the mean of gradients over ranks, on each rank for its shards.
 
-Gradients travel by an all-to-all, in rounds (:mod:`zerocast.optim.gradient_rounds`), are summed in
-FP32 in the order of the ranks and divided by the number of ranks. So ranks with identical BF16 or
-FP16 gradients get exactly that gradient: up to 2^13 ranks the sums are exact in FP32, and so is the
-quotient. Any other gradients have the same mean, to the bit, whatever the transport.
+Gradients are sent by all-to-alls, in rounds (:mod:`zerocast.optim.gradient_rounds`), summed in FP32
+in rank order and divided by the number of ranks. So ranks with identical BF16 or FP16 gradients get
+exactly that gradient: up to 2^13 ranks the sums are exact in FP32, and so is the quotient. The mean
+of any other gradients has the same bits on every transport.
 
-A weight that no rank has a gradient for is left out of the step, as torch leaves it out; one that
-only some ranks have a gradient for counts as zero on the others. So that each rank knows which
-gradients the others have, the rows of the last round end in notes, a few numbers that ranks
-exchange, and in flags, a byte for each weight: 1 where the rank has a gradient. Ranks may have
-other weights without a gradient in every step.
+A weight without a gradient on any rank is left out of the step, as in torch. If only some ranks
+have a gradient, it counts as zero on the others. The rows of the last round therefore end in notes,
+a few numbers that ranks exchange, and flags, one byte for each weight: 1 if the rank has a
+gradient. The weights without a gradient may differ between ranks and steps.
 
 Here gradients stay in ``.grad`` until the step; :mod:`zerocast.optim.gradient_overlap` sends them
 while the backward pass runs.
@@ -29,11 +28,11 @@ from zerocast.optim.shards import ShardedWeights
 from zerocast.recipes import NOMINAL_DTYPES
 
 NOTES = 4
-"""Numbers of the caller's that travel with the gradients."""
+"""The number of the caller's integers that are sent with the gradients."""
 
 
 def check_gradient_dtype(dtype: object) -> None:
-    """Raise :class:`InputError` unless gradients can travel in ``dtype``, or it is None."""
+    """Raise :class:`InputError` unless gradients can be sent in ``dtype``, or it is None."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         raise InputError(
             "gradient_dtype must be torch.bfloat16, torch.float16, torch.float32, or None for each "
@@ -42,19 +41,19 @@ def check_gradient_dtype(dtype: object) -> None:
 
 
 def flag_bytes(weights: int) -> slice:
-    """Return where the flags of so many weights stand in the tail of the last round, its last
-    bytes; before them notes and whether gradients are left over, as int64.
+    """Return the byte range of the flags of this many weights in the tail of the last round. Before
+    it are the notes and whether gradients are left over, as int64.
     """
     first = 8 * (NOTES + 1)
     return slice(first, first + weights)
 
 
 class GradientReducer:
-    """Reduces the gradients of all weights of an optimizer, in buffers that it keeps.
+    """A reducer of the gradients of all weights of an optimizer, with persistent buffers.
 
     Args:
         shards: the weights and their owners.
-        dtype: in which gradients travel; None for that of the weights.
+        dtype: the dtype in which gradients are sent; None for that of the weights.
         buffer_bytes: as for :func:`zerocast.optim.gradient_rounds.cut_rounds`.
 
     Attributes:
@@ -75,8 +74,8 @@ class GradientReducer:
         self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
 
     def reduce_mean(self, notes: Sequence[int] = (0,) * NOTES) -> None:
-        """Fill :attr:`reduced` with the mean gradients, and exchange ``notes``. Collective: an
-        all-to-all a round.
+        """Fill :attr:`reduced` with the mean gradients, and exchange ``notes``. Collective: one
+        all-to-all for each round.
         """
         gradients = self._grads()
         for each in self._rounds:
@@ -101,7 +100,7 @@ class GradientReducer:
         self._under_way.append((round_, self._start(round_), replaces))
 
     def _start(self, round_: Round) -> Wait:
-        """Begin the exchange; what is returned waits for it."""
+        """Begin the exchange and return a callable that waits for it."""
         return round_.begin(self._shards.comm)
 
     def _finish_first(self) -> None:
@@ -109,7 +108,7 @@ class GradientReducer:
         wait()
         each.sum_into(self.reduced, replaces=replaces)
         if each is self._rounds[-1]:
-            self._answers = each.tail.clone()  # its buffer serves other rounds as well
+            self._answers = each.tail.clone()  # other rounds use its buffer, too
 
     def _finish(self) -> None:
         """Wait for all exchanges."""
@@ -126,7 +125,7 @@ class GradientReducer:
             self.reduced.div_(self._shards.comm.size)
 
     def notes(self) -> list[list[int]]:
-        """Return every rank's notes, and after them whether it has gradients left over."""
+        """Return every rank's notes, followed by whether it has gradients left over."""
         return self._answers[:, : self._flag_bytes.start].contiguous().view(torch.int64).tolist()
 
     # --- what is reduced ---
@@ -139,11 +138,11 @@ class GradientReducer:
         return [grad is not None for grad in self._grads()]
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return each weight's mean gradient on this rank's shard, a view; None where no rank has
-        a gradient.
+        """Return a view of each weight's mean gradient on this rank's shard; None if no rank has a
+        gradient.
         """
         present = self._present()
-        # Asked only where this rank lacks one, for on a GPU the answer waits for the reduction.
+        # Read only if this rank lacks one, because on a GPU this waits for the reduction.
         if not all(present):
             present = self._answers[:, self._flag_bytes].amax(0).tolist()
         return [
@@ -152,12 +151,12 @@ class GradientReducer:
         ]
 
     def error(self) -> InputError | None:
-        """Return the error for a gradient that cannot be reduced as it is."""
+        """Return the error for a gradient that cannot be reduced."""
         errors = map(self._dtype_error, range(len(self._shards.weights)))
         return next((error for error in errors if error is not None), None)
 
     def _dtype_error(self, index: int) -> InputError | None:
-        """Return the error for a gradient that would be rounded and was not asked to be."""
+        """Return the error for a gradient that would be rounded without ``gradient_dtype``."""
         weight = self._shards.weights[index]
         grad, dtype = weight.param.grad, weight.param.dtype
         if self._dtype is not None or grad is None or grad.dtype == dtype:
@@ -173,22 +172,22 @@ class GradientReducer:
     # --- between clipping and the step ---
 
     def keep(self) -> None:
-        """Keep what was reduced just now for the next step, with the gradients it came from."""
+        """Keep the reduced gradients for the next step, and note the gradients they came from."""
         self._kept = [
             None if grad is None else (weakref.ref(grad), grad._version) for grad in self._grads()
         ]
 
     def drop(self) -> None:
-        """Forget what was kept: the next step reduces the gradients."""
+        """Discard what was kept, so that the next step reduces the gradients."""
         self._kept = None
 
     @property
     def kept(self) -> bool:
-        """Whether the next step uses what was reduced earlier."""
+        """Whether the next step uses gradients that were reduced earlier."""
         return self._kept is not None
 
     def changed(self) -> InputError | None:
-        """Return the error for a gradient that is no longer the one that was reduced and kept."""
+        """Return the error for a gradient that has changed since it was reduced and kept."""
         for weight, kept in zip(self._shards.weights, self._kept or (), strict=True):
             grad = weight.param.grad
             version = None if grad is None else grad._version
@@ -201,8 +200,8 @@ class GradientReducer:
         return None
 
     def unscale_(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        """Multiply by ``inv_scale``, FP32 [], what a GradScaler cannot see: nothing here; and set
-        ``found_inf``, FP32 [], to 1 where it is not finite.
+        """Do nothing. Subclasses multiply gradients that a GradScaler cannot see by ``inv_scale``,
+        FP32 [], and set ``found_inf``, FP32 [], to 1 if any is not finite.
         """
 
     def scale_(self, factor: torch.Tensor) -> None:
@@ -217,10 +216,10 @@ class GradientReducer:
             largest = self.reduced.new_zeros(1)
             for shard in shards:
                 largest = torch.maximum(largest, shard.abs().max())  # NaN stays NaN
-            bits = largest.view(torch.int32)  # order like the magnitudes, and NaN is the largest
+            bits = largest.view(torch.int32)  # ordered like the magnitudes, NaN is the largest
             comm.all_reduce_max_(bits)
             return bits.view(torch.float32)[0]
-        # Gathered and summed here, so that it has the same bits on every transport.
+        # Gathered and summed locally, so that it has the same bits on every transport.
         totals = torch.zeros(comm.size, dtype=torch.float64, device=self.reduced.device)
         for shard in shards:
             norm = torch.linalg.vector_norm(shard, norm_type, dtype=torch.float64)
@@ -229,5 +228,5 @@ class GradientReducer:
         return totals.sum().pow(1 / norm_type).float()
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        """Return the reduced gradients of what this rank owns elements of."""
+        """Return the reduced gradients of the weights of which this rank owns elements."""
         return [self.reduced[shard.columns] for shard in self._shards.own if shard.extent]

@@ -11,25 +11,25 @@ from zerocast.optim.stepped_weights import Weight
 
 
 class InnerOptimizer:
-    """Steps a master for each weight of which this rank owns elements.
+    """A torch optimizer of this rank's masters.
 
-    Each weight has its own, so that a weight without a gradient is left out and keeps its state, as
-    in torch.
+    Each weight has a separate master, so that a weight without a gradient is left out and keeps its
+    state, as in torch.
 
     Args:
-        optimizer_class: a torch optimizer.
+        optimizer_class: the class of the torch optimizer.
         defaults: the options of the class.
         param_groups: the options of every group.
-        weights: in order, each with its place in ``param_groups``.
-        masters: the masters by the weight's place: FP32, in order.
+        weights: the weights in order, each with its index in ``param_groups``.
+        masters: the FP32 masters by weight index, in order.
 
     Attributes:
-        masters: the masters by the weight's place.
+        masters: the masters by weight index.
         optimizer: the torch optimizer.
-        mode: "train" or "eval", for an optimizer that has modes, whose masters differ in them.
+        mode: "train" or "eval"; an optimizer with modes has different masters in them.
 
     Raises:
-        InputError: where ``optimizer_class`` refuses the groups.
+        InputError: if ``optimizer_class`` refuses the groups.
     """
 
     def __init__(
@@ -56,11 +56,12 @@ class InnerOptimizer:
         self._exchanged: list[dict[str, Any]] = [{} for _ in groups]
 
     def exchange_options(self, param_groups: ParamGroups) -> None:
-        """Give ``param_groups`` and the optimizer's own groups the same options.
+        """Synchronize the options of ``param_groups`` and of the optimizer's groups.
 
-        The group that was written since the last time counts: schedulers write ``param_groups``, or
-        the optimizer's own if they were made around it, as some optimizers do in their steps. Where
-        both were written, ``param_groups`` count.
+        The side that was written since the last call takes precedence. Schedulers write
+        ``param_groups``, or the optimizer's groups if they wrap the inner optimizer. Some
+        optimizers write their groups in a step. If both sides were written, ``param_groups`` take
+        precedence.
         """
         for ours, theirs, known in zip(
             param_groups, self.optimizer.param_groups, self._exchanged, strict=True
@@ -71,7 +72,7 @@ class InnerOptimizer:
         self._give_options(param_groups)
 
     def _give_options(self, param_groups: ParamGroups) -> None:
-        """Give the optimizer the options of ``param_groups``."""
+        """Copy the options of ``param_groups`` to the optimizer."""
         self._exchanged = [options(group) for group in param_groups]
         for ours, theirs in zip(self._exchanged, self.optimizer.param_groups, strict=True):
             theirs.update(ours)
@@ -97,7 +98,7 @@ class InnerOptimizer:
             getattr(self.optimizer, mode)()
 
     def _follow_masters(self) -> None:
-        """Bring masters back that the optimizer has bound to other memory (``p.data = ...``)."""
+        """Copy masters that the optimizer has moved (``p.data = ...``) back to their memory."""
         for i, master in self.masters.items():
             place = self._places[i]
             if master.data_ptr() != place.data_ptr():
@@ -105,23 +106,23 @@ class InnerOptimizer:
                 master.data = place
 
     def state(self, index: int) -> dict[str, Any]:
-        """Return what the optimizer keeps of one weight; nothing before its first step."""
+        """Return the optimizer's state of one weight; empty before its first step."""
         return self.optimizer.state.get(self.masters[index], {})
 
     def load_state(
         self, states: dict[int, dict[str, Any]], mode: str, param_groups: ParamGroups
     ) -> None:
-        """Let the optimizer continue from ``states``, by the weights' places, that were saved in
-        ``mode``, with the options of ``param_groups``.
+        """Load ``states``, by weight index, that were saved in ``mode``, with the options of
+        ``param_groups``.
         """
         self.mode = mode
-        # torch numbers parameters group by group, and so are the masters in order.
+        # torch numbers parameters group by group, which is the order of the masters.
         numbered = {n: states[i] for n, i in enumerate(self.masters) if states[i]}
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-        self._give_options(param_groups)  # the same objects, for a tensor is written in place
+        self._give_options(param_groups)  # the same objects, since tensors are written in place
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has a ``train()`` and an ``eval()``, as schedule-free ones do."""
+    """Return whether an optimizer has ``train()`` and ``eval()``, as schedule-free ones do."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))

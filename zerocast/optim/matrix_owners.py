@@ -1,14 +1,14 @@
-"""MatrixOwners: assigns whole weights to the ranks that step them, and sends FP32 values there and
-back.
+"""MatrixOwners: assigns whole weights to ranks, and sends FP32 values between owners and shards.
 
-Optimizers that look at a whole matrix (Muon, SOAP, Shampoo) cannot step pieces of it. With
-``shard="matrix"`` every weight is dealt to one rank, its *owner*, which keeps its whole master and
-the optimizer's state of it. Everything else stays as it is: gradients are reduced to equal shards,
-and weights are cast and gathered from equal shards of the masters, whatever the owners' loads. So
-between them a step moves FP32 values of two kinds: gradients from the shards to their owners, and
-updated masters from their owners to the shards. A rank sends 8 / ranks bytes an element for it.
+Optimizers that read a whole matrix (Muon, SOAP, Shampoo) cannot step pieces of it. With
+``shard="matrix"`` every weight is assigned to one rank, its *owner*, which keeps its whole master
+and optimizer state. Everything else is unchanged: gradients are reduced to equal shards, and
+weights are cast and gathered from equal shards of the masters, regardless of the owners' loads. So
+a step sends gradients from the shards to the owners, and updated masters from the owners to the
+shards, both in FP32. A rank sends 8 / ranks bytes an element for it.
 
-The deal is balanced by what a step costs, the same on every rank, and needs no exchange.
+The assignment is balanced by the cost of a step. It is computed equally on every rank, without
+communication.
 """
 
 import heapq
@@ -22,12 +22,12 @@ from zerocast.optim.shards import ShardedWeights
 
 @dataclass(frozen=True, slots=True)
 class _MatrixPiece:
-    """Elements of a weight, and their place among what two ranks send each other.
+    """Elements of a weight, and their position in an exchange buffer.
 
     Attributes:
-        weight: the weight's place.
-        elements: of the weight, or of this rank's columns.
-        sent: in the buffer.
+        weight: the weight's index.
+        elements: the elements in the weight, or in this rank's columns.
+        sent: the elements in the buffer.
     """
 
     weight: int
@@ -36,15 +36,14 @@ class _MatrixPiece:
 
 
 class MatrixOwners:
-    """The whole masters of what this rank owns.
+    """The whole masters of the weights that this rank owns.
 
     Args:
         shards: the weights; their :attr:`~ShardedWeights.whole` becomes :attr:`masters`.
 
     Attributes:
-        owner: the rank that steps each weight, by the weight's place.
-        masters: the masters by the weight's place: FP32, in the weight's shape, of those that this
-            rank owns.
+        owner: the rank that steps each weight, by weight index.
+        masters: the masters of the owned weights, by weight index: FP32, in the weight's shape.
     """
 
     def __init__(self, shards: ShardedWeights) -> None:
@@ -67,29 +66,29 @@ class MatrixOwners:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All memory of the masters, and of what travels."""
+        """All tensors of the masters and of the exchange buffers."""
         return [*self.masters.values(), self._columns, self._whole]
 
     def fetch_masters(self) -> None:
-        """Make :attr:`masters` those of the shards. Collective."""
+        """Copy the masters of the shards to :attr:`masters`. Collective."""
         self._bring(self._shards.masters, self.masters)
 
     def whole_gradients(
         self, columns: torch.Tensor, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Return by place the whole gradients of what this rank owns, None where no rank has one.
-        Collective.
+        """Return the whole gradients of the weights that this rank owns, by weight index; None for
+        the others, and where no rank has a gradient. Collective.
 
         Args:
-            columns: FP32 [num_columns], of every rank's shards.
-            gradients: the gradients by place; None where no rank has one.
+            columns: FP32 [num_columns], the gradients of this rank's shards.
+            gradients: the gradients by weight index; None where no rank has one.
         """
         whole = {i: torch.empty_like(master) for i, master in self.masters.items()}
         self._bring(columns, whole)
         return [None if each is None else whole.get(i) for i, each in enumerate(gradients)]
 
     def return_masters(self) -> None:
-        """Make the masters of the shards those of their owners. Collective."""
+        """Copy the masters of the owners to the shards. Collective."""
         for piece in self._whole_pieces:
             self._whole[piece.sent].copy_(self.masters[piece.weight].view(-1)[piece.elements])
         comm, sent, received = self._shards.comm, self._of_owned, self._of_shards
@@ -110,8 +109,8 @@ class MatrixOwners:
 def _end_to_end(
     elements: Mapping[tuple[int, int], slice], size: int
 ) -> tuple[list[_MatrixPiece], list[int]]:
-    """Return the pieces of a buffer, and how many elements of it are each rank's. ``elements`` are
-    by rank and weight, the order in which both sides exchange them.
+    """Return the pieces of a buffer, and the number of its elements for each rank. ``elements`` are
+    keyed by rank and weight, which is the order of the exchange on both sides.
     """
     pieces, counts, end = list[_MatrixPiece](), [0] * size, 0
     for (rank, weight), part in sorted(elements.items(), key=lambda item: item[0]):
@@ -122,7 +121,7 @@ def _end_to_end(
 
 
 def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
-    """Return an owner for each weight: the costliest first, to the rank with the least to do."""
+    """Return an owner for each weight. Assign the costliest first, to the least loaded rank."""
     loads = [(0, rank) for rank in range(size)]
     owners = [0] * len(shapes)
     costs = [step_cost(shape) for shape in shapes]
@@ -134,8 +133,8 @@ def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """Return what a step of a matrix [M, K] costs, to a factor: M * K * min(M, K), as its
-    orthogonalization, its inverse or its eigenvectors do; of any other tensor its elements.
+    """Return the relative cost of a step: M * K * min(M, K) of a matrix [M, K], as of its
+    orthogonalization, inverse or eigenvectors; of any other tensor its number of elements.
     """
     numel = torch.Size(shape).numel()
     return numel * min(shape) if len(shape) == 2 else numel

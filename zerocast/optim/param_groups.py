@@ -1,4 +1,4 @@
-"""Reads param groups: the parameters that an optimizer is given, and their options."""
+"""Reads param groups: the parameters of an optimizer, and their options."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -8,7 +8,7 @@ import torch
 from zerocast.errors import InputError
 
 Param = torch.Tensor | tuple[str, torch.Tensor]
-"""A parameter, or its name and the parameter, as ``model.named_parameters()`` gives them."""
+"""A parameter, or a (name, parameter) pair, as ``model.named_parameters()`` yields."""
 
 ParamGroups: TypeAlias = Sequence[dict[str, Any]]
 """Param groups, or the options of each."""
@@ -17,13 +17,13 @@ ParamGroups: TypeAlias = Sequence[dict[str, Any]]
 def trainable_groups(
     params: Iterable[Param] | Iterable[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[Param]]:
-    """Return param groups as torch knows them, without frozen parameters and with each parameter
-    once in its group; and the frozen ones.
+    """Return torch's param groups without frozen parameters and without duplicates in a group, and
+    the frozen parameters.
 
-    A group that becomes empty stays, so that the caller's groups keep their places.
+    A group that becomes empty is kept, so that the caller's groups keep their indices.
 
     Raises:
-        InputError: for a group that is not one.
+        InputError: if a group is not a dict with the key 'params'.
     """
     given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -43,12 +43,12 @@ def trainable_groups(
         frozen += [p for p in once.values() if not getattr(_tensor(p), "requires_grad", True)]
         trainable.append(group | {"params": kept})
         if not kept and any(isinstance(p, tuple) for p in once.values()):
-            trainable[-1]["param_names"] = []  # which torch could not see any more
+            trainable[-1]["param_names"] = []  # torch cannot infer it any more
     return trainable, frozen
 
 
 def unfrozen(frozen: Iterable[Param]) -> InputError | None:
-    """Return the error for a parameter that was ``frozen`` and now has a gradient to step by."""
+    """Return the error for a parameter that was ``frozen`` and now has a gradient."""
     for param in frozen:
         tensor = _tensor(param)
         if tensor.requires_grad and tensor.grad is not None:
@@ -62,18 +62,18 @@ def unfrozen(frozen: Iterable[Param]) -> InputError | None:
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in a param group."""
+    """Return the options of a param group, without its parameters and their names."""
     return {name: group[name] for name in group if name not in ("params", "param_names")}
 
 
 def option_lines(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return for each param group a text of the options that can be compared between ranks."""
+    """Return a text for each param group, of the options that can be compared between ranks."""
     plain = [{name: v for name, v in group.items() if _is_plain(v)} for group in param_groups]
     return [f"param_groups[{g}] with {group}" for g, group in enumerate(plain)]
 
 
 def _is_plain(value: object) -> bool:
-    """Say whether equal values read equal on every rank; a function does not, nor does a tensor."""
+    """Return whether equal values have equal texts on every rank, unlike functions and tensors."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)

@@ -1,20 +1,20 @@
-"""PendingAllGather: the gathers of a bucket's codes, begun by a step and awaited by the first use.
+"""PendingAllGather: all-gathers of a bucket's codes that a step begins and the first use awaits.
 
 Note: gathers that overlap the forward
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A model uses its layers one after another, so the codes of the last need not be there when the
-first begins. With ``overlap_all_gather`` a step begins to gather its buckets of codes and returns.
-Any use of a quantized weight's bytes (a layer's forward, an operation of torch on the weight,
-decoding, copying, saving, another cast) passes through its storage, which calls :meth:`wait`: for
-the weight's own bucket. The columnwise copies are then rebuilt, so the weights are what they would
-have been. A compiled graph takes its weights when it is entered, and waits for them there.
+A model uses its layers in sequence, so the codes of the last layer are not needed when the first
+one begins. With ``overlap_all_gather`` a step begins to gather its buckets of codes and returns.
+Any use of a quantized weight's bytes goes through its storage, which calls :meth:`wait` of its
+bucket. Such uses are a layer's forward, a torch operation on the weight, decoding, copying, saving
+and another cast. The columnwise copies are then rebuilt, so the weights are the same as without the
+option. A compiled graph takes its weights when it is entered, and waits for them there.
 
-The use of a plain weight (a bias, a norm, an embedding) cannot be seen, so those are sent first and
-are gathered when a step returns. Nor can the use of a buffer that was taken out of a weight before
-the step (``weight.rowwise_data``), or the replay of a CUDA graph: before the one call
-:meth:`ZeroOptimizer.wait_for_all_gather`, and for the other see :meth:`wait`.
+The use of a plain weight (a bias, a norm, an embedding) cannot be detected. So plain weights are
+sent first and gathered before a step returns. Two more uses cannot be detected. Before using a
+buffer that was taken from a weight before the step (``weight.rowwise_data``), call
+:meth:`ZeroOptimizer.wait_for_all_gather`. For replays of a CUDA graph see :meth:`wait`.
 
-A wait sends nothing. So ranks may use their weights in different orders, or not at all.
+Waiting does not communicate. So ranks may use their weights in different orders, or not at all.
 """
 
 import threading
@@ -32,21 +32,21 @@ from zerocast.tensors.ledger import Token, announce, watch
 
 
 class PendingAllGather:
-    """The gathers that the uses of some weights wait for, step after step.
+    """The gathers of one bucket's weights, which uses of the weights wait for.
 
-    It exists as long as one of the weights does. When it is collected, or Python ends, it waits for
-    gathers that are under way, because these write the weights' memory.
+    It exists as long as one of the weights does. When it is collected, or Python exits, it waits
+    for gathers in flight, because these write the weights' memory.
 
     Args:
         storages: the weights of a bucket, on one device.
 
     Attributes:
-        under_way: whether gathers have begun that have not been waited for.
+        under_way: whether gathers are in flight and have not been waited for.
     """
 
     def __init__(self, storages: Sequence[QuantizedStorage]) -> None:
         self._device = storages[0].device
-        self._storages = [weakref.ref(storage) for storage in storages]  # which hold self.wait
+        self._storages = [weakref.ref(storage) for storage in storages]  # they refer to self.wait
         self._waits: list[Wait] = []
         self._lock = threading.RLock()
         self.under_way = self._finishing = self._captured = False
@@ -54,7 +54,7 @@ class PendingAllGather:
         self._launches: list[Launch] = []
         self._watched: Token | None = None  # the buffers that they were prepared for
         weakref.finalize(self, _finish, self._waits)
-        # It casts nothing, and says when the copies of all weights were made.
+        # It casts nothing, and records when the copies of all weights were made.
         self._version = CastVersion(rebuild_on_use=False)
         weakref.finalize(self, self._version.retire)
         for storage in storages:
@@ -62,10 +62,11 @@ class PendingAllGather:
             storage.writes.watch(self._version)
 
     def begin(self, gathers: Iterable[Wait]) -> None:
-        """Begin the gathers: ``gathers`` begins each of them and gives what waits for it.
+        """Begin the gathers: iterating ``gathers`` begins each and yields a callable that waits for
+        it.
 
         Raises:
-            UnsupportedError: in the capture of a CUDA graph; nothing has begun.
+            UnsupportedError: during CUDA graph capture; nothing has begun.
         """
         assert not self.under_way
         if self._is_capturing():
@@ -85,18 +86,18 @@ class PendingAllGather:
             self.wait()
 
     def fail(self, error: Exception) -> None:
-        """Let every use raise ``error``, which came before a gather could begin."""
+        """Make every use raise ``error``, which occurred before a gather could begin."""
         self.under_way, self._failure = True, error
 
     def wait(self) -> None:
-        """Return when the codes are here and what is derived from them is rebuilt.
+        """Wait until the codes are gathered, and rebuild the copies derived from them.
 
-        A use that a CUDA graph captures will not be seen when the graph is replayed. From then on
-        the bucket is gathered within the step.
+        A use that a CUDA graph captures is not detected when the graph is replayed. After such a
+        capture the bucket is gathered within the step.
 
         Raises:
-            UnsupportedError: for such a use of weights that are on their way.
-            Exception: what a gather failed with, at every use from then on.
+            UnsupportedError: if a captured use finds gathers in flight.
+            Exception: the error of a failed gather, at every later use.
         """
         if self._is_capturing():
             self._captured = True
@@ -108,7 +109,7 @@ class PendingAllGather:
         if not self.under_way:
             return
         with self._lock:  # a use in another thread waits as well
-            if not self.under_way or self._finishing:  # here already; or called from below
+            if not self.under_way or self._finishing:  # already gathered, or called recursively
                 return
             if self._failure is not None:
                 raise self._failure
@@ -125,7 +126,7 @@ class PendingAllGather:
             self.under_way = False
 
     def _rebuild_derived(self) -> None:
-        """Run launches that are prepared once, and again where a weight has moved."""
+        """Run the rebuild launches. Prepare them once, and again if a weight has moved."""
         watched = self._watched
         if watched is None or watched.is_announced or watched.changed():
             storages = [storage for each in self._storages if (storage := each()) is not None]
@@ -141,9 +142,9 @@ class PendingAllGather:
 
 
 def _finish(waits: list[Wait]) -> None:
-    """Call each and remove it, also one that fails, but not one that was interrupted."""
-    # Modes that watch or replace torch's operations are meant for the caller's own; and a model may
-    # be collected at any time, such as while another is traced.
+    """Call and remove each wait. One that fails is also removed, one that is interrupted is not."""
+    # Modes that observe or replace torch's operations apply to the caller's operations only. A
+    # model may be collected at any time, such as while another is traced.
     with _disable_current_modes():
         while waits:
             try:

@@ -1,17 +1,15 @@
 """Progress: checks that all ranks are at the same step and that no step was left unfinished.
 
-A step changes this rank's masters and inner state, and then the weights of all ranks. Where it
-fails in between, on one rank or on all (a lost rank, an interrupt), masters and weights belong to
-different steps and no rank can put them together again: saving and stepping are refused from then
-on, until a state is loaded. Where it fails on some ranks only, others may have made one step more.
-So every rank sends with the gradients, at no further cost, whether something went wrong here,
-whether a weight was written by other code, how many steps were made, which number the caller gives
-this one, and a digest of the options: if only some ranks step a scheduler, or each steps it by its
-own loss, shards would be trained at different learning rates.
+A step changes this rank's masters and inner state, and then the weights of all ranks. If it fails
+in between, on one rank or on all (a lost rank, an interrupt), masters and weights belong to
+different steps and cannot be reconciled. Saving and stepping then raise until a state is loaded. If
+it fails on some ranks only, others may have completed one more step. So every rank sends with the
+gradients, at no extra cost: whether an error occurred, whether other code wrote a weight, the step
+count, the caller's step number, and a digest of the options. If only some ranks step a scheduler,
+or each by its local loss, shards would be trained at different learning rates.
 
-A rank that leaves out a whole step, or makes one twice, has still made as many calls as the others,
-until the last: before that, only the number that the caller gives shows that its steps are not
-theirs.
+A rank that skips or repeats a whole step still makes as many calls as the others, up to the last
+one. Before that, only the caller's step number reveals it.
 """
 
 import zlib
@@ -30,24 +28,24 @@ from zerocast.optim.shards import ShardedWeights
 _LOAD = "load the last checkpoint, optimizer.load_state_dict, on every rank"
 
 LARGEST_STEP = 2**31 - 4
-"""The largest number of a step."""
+"""The largest step number."""
 
 _WRITTEN = LARGEST_STEP + 2
-"""What a rank says in place of the number where other code has written weights."""
+"""The value that a rank sends instead of the number if other code has written weights."""
 
 
 class Progress:
-    """Counts the steps of an optimizer and knows whether the weights are those of the masters.
+    """The step count of an optimizer, and whether its weights match its masters.
 
     Args:
         shards: the weights.
         casts: returns how often the optimizer has cast its quantized weights.
-        frozen: parameters that the optimizer left out.
+        frozen: the parameters that the optimizer left out.
 
     Attributes:
-        steps: that were made, those before the loaded state included.
+        steps: the number of completed steps, including those of a loaded state.
         holds_averages: whether averages are in the weights; the same on every rank.
-        writes: the writes of other code into the weights.
+        writes: the tracker of other code's writes into the weights.
     """
 
     def __init__(
@@ -61,8 +59,8 @@ class Progress:
         self._is_unfinished = False
 
     def begin_step(self, number: int | None) -> None:
-        """Note the caller's number of the step that begins; :class:`InputError` for what is
-        none.
+        """Note the caller's number of the step that begins. Raise :class:`InputError` if it is
+        invalid.
         """
         if number is not None:
             check_integer("the number of a step", number, 0, LARGEST_STEP)
@@ -78,19 +76,19 @@ class Progress:
         self._is_unfinished = False
 
     def end_step(self) -> None:
-        """End a change that was a step."""
+        """Count a step and call :meth:`end_change`."""
         self.steps += 1
         self.end_change()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change masters and weights within the context; an exception leaves them half changed."""
+        """Note a change of masters and weights in the context, unfinished after an exception."""
         self.begin_change()
         yield
         self.end_change()
 
     def unfinished_error(self, call: str) -> ZerocastError | None:
-        """Return the error that forbids ``call`` after a step that was left unfinished."""
+        """Return the error of ``call`` after an unfinished step; None if there was none."""
         if not self._is_unfinished:
             return None
         return UnfinishedStepError(
@@ -99,7 +97,7 @@ class Progress:
         )
 
     def averages_error(self, call: str) -> ZerocastError | None:
-        """Return the error that forbids ``call`` while averages are in the weights."""
+        """Return the error of ``call`` while averages are in the weights; None if they are not."""
         if not self.holds_averages:
             return None
         return InputError(
@@ -108,8 +106,8 @@ class Progress:
         )
 
     def prepare(self, call: str, error: ZerocastError | None = None) -> None:
-        """Raise on all ranks what forbids ``call`` on any, and take as masters what other code
-        wrote. Collective.
+        """Raise on all ranks if ``call`` is not allowed on any, and restart masters from what other
+        code wrote. Collective.
         """
         error = error or self.unfinished_error(call) or self.averages_error(call)
         raise_together(self._shards.comm, error)
@@ -118,22 +116,23 @@ class Progress:
     def reduce(
         self, gradients: GradientReducer, param_groups: ParamGroups, error: ZerocastError | None
     ) -> None:
-        """Reduce the gradients for a step with the options of ``param_groups``, and take as masters
-        what other code wrote. Collective.
+        """Reduce the gradients for a step with the options of ``param_groups``, and restart masters
+        from what other code wrote. Collective.
+
+        On a CPU errors are raised on every rank. On a GPU only the ranks that detect them raise,
+        and ranks are not compared, because reading the sums would wait for the reduction.
 
         Args:
-            error: what went wrong on this rank before.
+            error: an earlier error of this rank.
 
         Raises:
             ZerocastError: ``error``.
-            InputError: where a weight is no longer at the address where the optimizer put it, so
-                that a step would change memory that nothing reads, or a parameter that was left out
-                has a gradient.
-            UnfinishedStepError: where the last step was left unfinished.
-            RankMismatchError: where ranks have made different numbers of steps, give this one
+            InputError: if a weight is no longer at the address where the optimizer put it, or a
+                parameter that was left out has a gradient.
+            UnfinishedStepError: if the last step was left unfinished.
+            RankMismatchError: if ranks have made different numbers of steps, give this one
                 different numbers, have different options, or hold different values in weights that
-                other code wrote. Each on every rank; on a GPU, where reading the sums would wait
-                for the reduction, on the ranks that see it.
+                other code wrote.
         """
         error = error or self.unfinished_error("a step") or self._shards.moved_weight()
         error = error or unfrozen(self._frozen) or gradients.error()
@@ -157,7 +156,7 @@ class Progress:
     def _check_equal(
         self, places: Sequence[int], digests: Sequence[int], options: list[str]
     ) -> None:
-        """Raise where the ranks' steps or digests of options differ."""
+        """Raise :class:`RankMismatchError` if the ranks' steps or digests of options differ."""
         _check_numbers([place >> 32 for place in places])
         steps = [place & (2**32 - 1) for place in places]
         if len(set(steps)) > 1:
@@ -174,14 +173,14 @@ class Progress:
             )
 
     def reuse(self, gradients: GradientReducer, error: ZerocastError | None) -> None:
-        """Prepare a step from gradients that were kept when :meth:`reduce` had reduced them.
-        Collective on a CPU.
+        """Prepare a step from the gradients that were kept after :meth:`reduce`. Collective on a
+        CPU.
 
         Raises:
-            InputError: where they are no longer the weights' gradients, or a weight has moved. On
-                every rank, or on a GPU on the ranks that see it.
-            RankMismatchError: on every rank of a CPU, where ranks give the step different numbers,
-                or hold different values in weights that other code wrote.
+            InputError: if they are no longer the weights' gradients, or a weight has moved. On
+                every rank, or on a GPU on the ranks that detect it.
+            RankMismatchError: on every rank, on a CPU only, if ranks give the step different
+                numbers, or hold different values in weights that other code wrote.
         """
         error = error or gradients.changed() or self._shards.moved_weight()
         is_cpu = gradients.reduced.device.type == "cpu"
@@ -197,8 +196,8 @@ class Progress:
 
 
 def _check_numbers(numbers: Sequence[int]) -> None:
-    """Raise where ranks, in order, have different numbers of a step; 0 stands for none, and 1 for
-    the number 0.
+    """Raise :class:`RankMismatchError` if ranks have different step numbers. 0 stands for no
+    number, and n + 1 for the number n.
     """
     if len(set(numbers)) > 1:
         given = {rank: number - 1 if number else None for rank, number in enumerate(numbers)}

@@ -1,4 +1,4 @@
-"""Publication: makes all ranks' weights from FP32 columns, of which each rank has its own."""
+"""Publication: computes all ranks' weights from the FP32 columns of each rank."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -16,24 +16,26 @@ from zerocast.tensors.pipeline import CastPipeline
 from zerocast.tensors.storage import counted_by_torch
 
 _GATHER = "all-gather"
-"""The name, in errors for readers of a weight, of what is unfinished from its cast until its codes
-are here or being sent.
+"""The name, in errors for readers of a weight, of the write that is unfinished from its cast until
+its all-gather has completed or begun.
 """
 
 
 class Publication:
-    """The cast of all weights and their all-gather. Making one is collective and writes no weight.
+    """The cast of all weights and their all-gather. The constructor is collective and writes no
+    weight.
 
     Args:
         shards: the weights.
         verify: as for :class:`zerocast.CastPlan`.
-        optimizer: who steps the masters: :class:`FusedAdamW` measures them for the cast as it does.
-        overlap_cast: whether a bucket of codes travels while the next is cast.
-        frozen: parameters that are not stepped, which ``verify`` compares, too.
+        optimizer: the optimizer of the masters; :class:`FusedAdamW` also measures them for the
+            cast.
+        overlap_cast: whether a bucket of codes is sent while the next is cast.
+        frozen: parameters that are not stepped, which ``verify`` also compares.
 
     Raises:
-        InputError: on every rank, for another ``verify``, or one without quantized weights.
-        RankMismatchError: on every rank, where ranks differ in anything that a cast depends on, or
+        InputError: on every rank, if ``verify`` is invalid, or is used without quantized weights.
+        RankMismatchError: on every rank, if ranks differ in anything that a cast depends on, or
             with ``verify`` in ``frozen``.
     """
 
@@ -50,14 +52,14 @@ class Publication:
         self._frozen = frozen if check_mode(verify) != "off" else ()
         if verify != "off":
             compare(frozen, shards.comm)
-        # By place this rank's master of each quantized weight, which the plan alone has; None where
-        # it owns nothing.
+        # This rank's master of each quantized weight (the weights of the plan), by weight index;
+        # None if it owns no elements.
         self._masters = {
             i: shards.master(i) if shards.own[i].extent else None
             for i, weight in enumerate(shards.weights) if weight.kind.is_codes
         }  # fmt: skip
         self._plan: CastPlan | None = None
-        self._written: list[torch.Tensor] = []  # of which torch counts the writes
+        self._written: list[torch.Tensor] = []  # tensors whose writes torch counts
         self._verified = 0  # the cast that was compared last
         self._stages: list[Callable[[], None]] = []
         if self._masters:
@@ -93,24 +95,24 @@ class Publication:
             optimizer.plan = self._plan
 
     def casts(self) -> int:
-        """Return how often quantized weights were cast."""
+        """Return the number of casts of quantized weights."""
         return 0 if self._plan is None else self._plan.casts
 
     def count_writes(self) -> None:
-        """Let torch count the write of all quantized weights that comes, so that a backward which
-        saved one of them is an error. Before every publication.
+        """Count a write of all quantized weights in torch, so that a backward that saved one of
+        them raises. Call it before every publication.
         """
         torch.autograd.graph.increment_version(self._written)
 
     def pipeline(self, columns: torch.Tensor | None = None) -> CastPipeline:
-        """Return what makes the weights from the masters; plain ones from ``columns``, FP32
-        [num_columns], instead where these are given.
+        """Return the pipeline that makes the weights from the masters. Plain weights are made from
+        ``columns``, FP32 [num_columns], if given.
         """
         columns = self._shards.masters if columns is None else columns
         runs: dict[str, Callable[[], None]] = {}
         if self._plan is not None:
             runs["all_gather_scales"] = self._plan.all_gather_scales
-            # Where uses of the weights wait for codes, that wait does it.
+            # If uses of the weights wait for codes, that wait does the processing.
             if not self._shards.overlaps:
                 runs["post_all_gather_processing"] = self._plan.post_all_gather_processing
         runs["store_plain"] = partial(self._shards.store_plain, columns)
@@ -122,7 +124,7 @@ class Publication:
         return cast.having(all_gather=self._all_gather, **runs)
 
     def _cast_and_all_gather(self) -> None:
-        """Cast bucket after bucket, and gather each while the next are cast."""
+        """Cast the buckets in order, and gather each while the next are cast."""
         waits, casts = list[Callable[[], None]](), iter(self._stages)
         try:
             for bucket in self._shards.buckets:
@@ -133,26 +135,26 @@ class Publication:
                     bucket.pending.begin(gathers)  # uses of the weights wait for it
                 else:
                     waits += gathers
-        finally:  # what has begun writes the weights until it is waited for
+        finally:  # gathers in flight write the weights until they are waited for
             for wait in waits:
                 wait()
         assert self._plan is not None, "it has stages"
         self._plan.end_writing(_GATHER)
 
     def verify(self) -> None:
-        """Compare the weights of the latest publication between ranks, once all are gathered.
-        Collective where it has not been done.
+        """Compare the weights of the latest publication between ranks, after all are gathered.
+        Collective, unless it has been done.
         """
         if self._plan is not None and self._verified != self._plan.step:
             self._plan.verify()
             if self._frozen:
                 compare(self._frozen, self._shards.comm)
-            self._verified = self._plan.step  # not where ranks differ: the next call raises again
+            self._verified = self._plan.step  # not if ranks differ: the next call raises again
 
     def _all_gather(self) -> None:
         self._shards.all_gather()
-        # What fails of these, every use of a weight raises, also of one that comes after it. After
-        # an interrupt, which no use should raise again, the all-gather has not ended.
+        # If one of these gathers fails, every use of its weights and of later ones raises the
+        # error. An interrupt is not raised again by uses, and leaves the all-gather unfinished.
         late = iter([bucket for bucket in self._shards.buckets if bucket.pending is not None])
         failure: Exception | None = None
         try:
@@ -169,8 +171,8 @@ class Publication:
             raise failure
 
     def fail(self, error: ZerocastError | None) -> None:
-        """Let the pipeline raise ``error``, where there is one on this rank, on all ranks that can
-        learn of it. Collective where no weight holds codes.
+        """Make the pipeline raise this rank's ``error``, if any, on all ranks that can receive it.
+        Collective if there are no quantized weights.
         """
         if self._plan is None:
             self._shards.raise_together(error)
@@ -179,10 +181,10 @@ class Publication:
 
     @torch.no_grad()
     def run(self, columns: torch.Tensor | None = None, due: Collection[int] = ()) -> None:
-        """Make every rank's weights from the masters as they are, or from ``columns``. Collective.
+        """Make every rank's weights from the current masters, or from ``columns``. Collective.
 
-        It repeats the latest cast, so the state of recipes does not advance, but for weights
-        ``due``, by their places, whose state is that before a cast of these masters.
+        It repeats the latest cast, so the state of recipes does not advance. Exceptions are the
+        weights ``due``, by index, whose state precedes the cast of these masters.
         """
         self._shards.wait()
         self.fail(self._shards.moved_weight())

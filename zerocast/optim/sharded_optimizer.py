@@ -1,7 +1,7 @@
 """ShardedOptimizer: reads and averages the masters of a ZeroOptimizer between steps.
 
-The step itself, and how an optimizer is made, are in :mod:`zerocast.optim.zero`; how its state is
-saved and loaded, in :mod:`zerocast.optim.zero_training`.
+:mod:`zerocast.optim.zero` has the constructor and the step, :mod:`zerocast.optim.zero_training`
+saves and loads the state.
 """
 
 from collections.abc import Iterable
@@ -43,20 +43,20 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
     _gradients: GradientReducer
     _progress: Progress
     _averages: dict[float, Average]
-    _is_complete = False  # torch's __init__ adds groups one by one; afterwards none can be added
+    _is_complete = False  # torch's __init__ adds groups one by one; later none can be added
 
     @property
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """The parameters that are stepped, by name, in the order of their groups."""
+        """The stepped parameters by name, in the order of their groups."""
         return {weight.name: weight.param for weight in self._shards.weights}
 
     def gather_master(self, param: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's whole master from all ranks: FP32, in its shape. Collective.
+        """Return a parameter's whole master, gathered from all ranks: FP32, in the parameter's
+        shape. Collective.
 
         Raises:
-            InputError: on every rank, where ``param`` is not a trainable parameter of the
-                optimizer.
-            UnfinishedStepError: on every rank, where a step was left unfinished.
+            InputError: on every rank, if ``param`` is not a trainable parameter of the optimizer.
+            UnfinishedStepError: on every rank, if a step was left unfinished.
         """
         attempt, index = Attempt(), -1
         with attempt:
@@ -65,12 +65,13 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
         return self._shards.gather(index, self._shards.masters)
 
     def local_master(self, param: torch.Tensor) -> tuple[torch.Tensor, Extent]:
-        """Return this rank's shard of a parameter's master: FP32, flat, a view, empty where it owns
-        none; and the elements of the weight that it is.
+        """Return this rank's shard of a parameter's master, and its extent in the weight.
+
+        The shard is a flat FP32 view, empty if this rank owns no elements.
 
         Raises:
-            InputError: where ``param`` is not a trainable parameter of the optimizer.
-            UnfinishedStepError: where a step was left unfinished.
+            InputError: if ``param`` is not a trainable parameter of the optimizer.
+            UnfinishedStepError: if a step was left unfinished.
         """
         if (error := self._progress.unfinished_error("local_master")) is not None:
             raise error
@@ -78,25 +79,26 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
         return self._shards.master(index), self._shards.own[index].extent
 
     def mark_written(self, params: Iterable[torch.Tensor]) -> None:
-        """Say that these quantized weights were written through a buffer that was taken out of
-        them. The next step starts their masters again. Call it on every rank.
+        """Mark quantized weights as written, after a write through a buffer taken from them. The
+        next step restarts their masters. Call it on every rank.
 
         Raises:
-            InputError: where one is not a trainable parameter of the optimizer.
+            InputError: if one is not a trainable parameter of the optimizer.
         """
         weights = self._shards.weights
         self._progress.writes.mark([index_of(weights, param, "mark_written") for param in params])
 
     def train(self) -> None:
-        """Put an inner optimizer that has modes (schedule-free) into that of training. Collective.
+        """Switch an inner optimizer that has modes (schedule-free) to training. Collective.
 
-        Others have nothing to change. A new optimizer is in this mode.
+        For other optimizers it does nothing. A new optimizer is in training mode.
         """
         self._switch("train")
 
     def eval(self) -> None:
-        """Put an inner optimizer that has modes into that of evaluation: the weights become the
-        cast of the averages that it makes of the masters, until :meth:`train`. Collective.
+        """Switch an inner optimizer that has modes to evaluation. Collective.
+
+        Until :meth:`train`, the weights are the cast of the averages that it computes.
 
         Raises:
             InputError, UnfinishedStepError: as :meth:`step`.
@@ -114,18 +116,19 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
                 self._publication.run()
 
     def ema(self, decay: float) -> Average:
-        """Return an exponential moving average of the masters, in FP32, which every step updates:
-        ``decay * average + (1 - decay) * master``, beginning at the masters as they are.
+        """Return an exponential moving average of the masters, in FP32. Collective.
 
-        Collective. It takes 4 / ranks bytes an element, and state dicts carry it. Asking again for
-        the same decay, as after loading, returns the same average.
+        It starts as a copy of the masters. Every step sets it to
+        ``decay * average + (1 - decay) * master``. It takes 4 / ranks bytes an element, and state
+        dicts include it. Another call with the same decay, also after loading, returns the same
+        average.
 
         Args:
-            decay: from 0 up to, not including, 1; the same on every rank.
+            decay: the decay, ``0 <= decay < 1``; the same on every rank.
 
         Raises:
-            InputError: on every rank, for another decay on any; RankMismatchError for different
-                ones.
+            InputError: on every rank, if the decay is invalid on any.
+            RankMismatchError: on every rank, if ranks give different decays.
         """
         attempt = Attempt()
         with attempt:
@@ -142,10 +145,8 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
         return self._averages[decay]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group once the optimizer is made: its buffers are divided over ranks.
-
-        Raises:
-            UnsupportedError: always then.
+        """Raise :class:`UnsupportedError` after construction, because the buffers are already
+        divided over ranks.
         """
         if self._is_complete:
             raise UnsupportedError(

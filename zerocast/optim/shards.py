@@ -1,14 +1,14 @@
-"""Where the weights lie, and which rank owns what: flat buffers, FP32 masters, the all-gather.
+"""ShardedWeights: flat buffers of weights, their owners, FP32 masters, and the all-gather.
 
 Note: columns
 ~~~~~~~~~~~~~
-Weights of one storage kind lie end to end in one flat buffer or in several (each in a
-:class:`zerocast.optim.buckets.Bucket`, one buffer for each plane of codes), of which each rank owns
-one equal, contiguous range; a weight's codes are a view into it, so the cast writes a byte where
-the all-gather moves it. What a rank owns of all buckets, one range after the other, are its
-*columns*: its masters are one FP32 tensor [columns], and so are its reduced gradients. Every rank
-has as many columns, so a gradient buffer is a matrix [ranks, columns] and one reduce-scatter serves
-all kinds of weights::
+Weights of one storage kind are contiguous in one or more flat buffers (each in a
+:class:`zerocast.optim.buckets.Bucket`, with one buffer for each plane of codes). Each rank owns one
+contiguous range of equal size in each buffer. A weight's codes are a view of the buffer, so the
+cast writes directly into the memory that is all-gathered. The ranges that a rank owns in all
+buckets, concatenated, are its *columns*: its masters are one FP32 tensor [columns], and so are its
+reduced gradients. All ranks have the same number of columns, so a gradient buffer is a matrix
+[ranks, columns] and one reduce-scatter handles all kinds of weights::
 
     bucket of 4-bit codes   |  rank 0  |  rank 1  |        bucket of BF16   | rank 0 | rank 1 |
                                  |          |                                   |        |
@@ -34,26 +34,26 @@ from zerocast.tensors.ledger import WEIGHT, watch
 
 
 class ShardedWeights:
-    """All weights of an optimizer: their buckets, and this rank's masters.
+    """All weights of an optimizer, their buckets, and this rank's masters.
 
     Args:
         overlap_all_gather, bucket_size: as for :class:`ZeroOptimizer`.
 
     Attributes:
         comm: the ranks.
-        weights: in the order of ``param_groups``.
-        buckets: of each storage kind one or several, in the order of the weights; those that hold
-            codes come last.
-        num_columns: elements that a rank owns, padding included.
-        masters: FP32 [num_columns], this rank's.
-        own: what this rank owns of each weight.
-        held: by the weight's place this rank's masters: FP32, flat, views, never empty, in order.
-        whole: by the weight's place FP32 masters that this rank keeps beside them, in the weight's
-            shape (:mod:`zerocast.optim.matrix_owners`); None where weights are stepped in shards.
-        overlaps: whether uses of quantized weights wait for codes, and not the step.
+        weights: the weights in the order of ``param_groups``.
+        buckets: one or more buckets of each storage kind, in the order of the weights; those that
+            hold codes come last.
+        num_columns: the number of elements that a rank owns, including padding.
+        masters: FP32 [num_columns], this rank's masters.
+        own: this rank's shard of each weight.
+        held: this rank's masters by weight index, in order: flat FP32 views, without empty ones.
+        whole: additional FP32 masters by weight index, in the weight's shape
+            (:mod:`zerocast.optim.matrix_owners`); None if weights are stepped in shards.
+        overlaps: whether uses of quantized weights wait for codes, instead of the step.
 
     Raises:
-        InputError: for a wrong argument.
+        InputError: if an argument is invalid.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class ShardedWeights:
         return [by_weight[i] for i in range(len(self.weights))]
 
     def owners(self, index: int) -> list[tuple[int, Extent]]:
-        """Return the ranks that own elements of one weight, ascending, and which elements."""
+        """Return the ranks that own elements of one weight, ascending, with their extents."""
         layout, place = self._in_buckets[index]
         return [(rank, part.shifted(-place.start)) for rank, part in layout.owners(place)]
 
     def master(self, index: int) -> torch.Tensor:
-        """Return this rank's master of one weight: FP32, flat, a view, empty where it owns none."""
+        """Return this rank's master of one weight: a flat FP32 view, empty if it owns none."""
         return self.masters[self.own[index].columns]
 
     def restart_masters(self, coded: Iterable[int]) -> None:
-        """Let the masters of some quantized weights start from the weights as they are: from the
-        value that a weight was made from, where it keeps that.
+        """Restart the masters of quantized weights from the weights, or from the values that these
+        were made from, if kept.
         """
         for i in coded:
             if self.own[i].extent:
@@ -124,8 +124,8 @@ class ShardedWeights:
                 restart_master(self.weights[i], whole, Extent(0, whole.numel()))
 
     def restart_plain_masters(self, is_written: torch.Tensor) -> None:
-        """Let the masters of those plain weights that are written, bool [len(plain)], start from
-        the weights as they are. A master whose rounding a weight holds stays.
+        """Restart the masters of plain weights with ``is_written``, bool [len(plain)], from the
+        weights. Masters that round to the weight's value are kept.
         """
         buckets = [bucket for bucket in self.buckets if not bucket.kind.is_codes]
         each = is_written.split([len(bucket.members) for bucket in buckets])
@@ -139,11 +139,11 @@ class ShardedWeights:
 
     @property
     def plain(self) -> list[int]:
-        """The places of plain weights, in the order of their buckets."""
+        """The indices of plain weights, in the order of their buckets."""
         return [i for b in self.buckets if not b.kind.is_codes for i in b.members]
 
     def adopt(self) -> None:
-        """Move every weight into its bucket, and what else quantized ones hold together."""
+        """Move weights into buckets, and the other buffers of quantized weights together."""
         lay_together(s for weight in self.weights if (s := weight.storage) is not None)
         for bucket in self.buckets:
             bucket.adopt(self.weights)
@@ -158,8 +158,8 @@ class ShardedWeights:
         return [f for bucket in self.buckets if bucket.kind.is_codes for f in bucket.flats]
 
     def moved_weight(self) -> InputError | None:
-        """Return the error for a weight that no longer lies in its bucket, as after
-        ``model.float()``: a step would write memory that nothing reads.
+        """Return the error for a weight that is no longer in its bucket, as after
+        ``model.float()``, because a step would write memory that nothing reads.
         """
         if not any(each.changed() for each in self._watched) and not self._codes.is_announced:
             return None
@@ -174,8 +174,8 @@ class ShardedWeights:
         return None
 
     def _watch(self) -> None:
-        """Note where the weights lie. The model has the weights themselves, so each is looked at;
-        codes lie in one allocation.
+        """Record the memory of the weights. Each weight is watched, because the model refers to
+        them; the codes are in one allocation.
         """
         params = [weight.param for weight in self.weights]
         plain = [param for param in params if not isinstance(param, QuantizedTensor)]
@@ -185,32 +185,32 @@ class ShardedWeights:
         self._found = self._places()
 
     def _places(self) -> list[tuple[object, ...]]:
-        """Return which weight each is, and where its codes or values lie."""
+        """Return the storage of each weight, and the addresses of its codes or values."""
         return [(w.storage, *[plane.data_ptr() for plane in w.planes]) for w in self.weights]
 
     def store_plain(self, columns: torch.Tensor) -> None:
-        """Round ``columns``, FP32 [num_columns], this rank's masters or what stands for them, into
-        its range of the buffers that hold no codes.
+        """Round ``columns``, FP32 [num_columns], this rank's masters or their replacement, into its
+        range of the buffers of plain weights.
         """
         for bucket in self.buckets:
             if not bucket.kind.is_codes:
                 bucket.store(self.comm.rank, columns)
 
     def all_gather(self) -> None:
-        """Gather every bucket that no use of a weight waits for."""
+        """All-gather every bucket that the step itself waits for."""
         for bucket in self.buckets:
             if bucket.pending is None:
                 bucket.all_gather(self.comm)
 
     def wait(self) -> None:
-        """Return when every weight is gathered."""
+        """Wait until every weight is gathered."""
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
 
     def raise_together(self, error: ZerocastError | None) -> None:
-        """Raise on every rank if any has an ``error``; on a GPU, where asking the others would wait
-        for it, on this rank. Collective on a CPU.
+        """Raise on every rank if any has an ``error``. Collective on a CPU. On a GPU raise on this
+        rank only, because asking the others would wait for the GPU.
         """
         if self.masters.device.type == "cpu":
             raise_together(self.comm, error)
@@ -220,17 +220,17 @@ class ShardedWeights:
     # --- the state of recipes ---
 
     def recipe_states(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Return the live tensors that recipes keep between casts, by the places of the weights."""
+        """Return the live state tensors of recipes, by weight index."""
         return {
             i: {name: storage.buffers[name] for name in storage.recipe.state}
             for i, storage in self._stateful().items()
         }
 
     def share_recipe_states(self) -> None:
-        """Give the recipes on every rank the state of those on rank 0. Collective.
+        """Broadcast the recipes' state from rank 0. Collective.
 
-        Masters are put together from every rank's values, so weights may differ before; the states
-        of their recipes then differ, too, and cannot be put together.
+        Each rank contributes its shards to the masters, so the weights may differ before. The
+        states of their recipes then differ, too, and cannot be combined.
         """
         for state in self.recipe_states().values():
             for tensor in state.values():
@@ -238,9 +238,10 @@ class ShardedWeights:
 
     @contextmanager
     def repeating_the_latest_cast(self, due: Collection[int] = ()) -> Iterator[None]:
-        """Within the context a cast of unchanged masters gives the codes that the weights have, or
-        had when their state was saved; afterwards the state of recipes is as before, but for the
-        weights ``due``, by their places, whose cast is not the latest but the next one.
+        """Rewind the recipes' state within the context, and restore it afterwards.
+
+        Within it, a cast of unchanged masters gives the codes that the weights have, or had when
+        their state was saved. The weights ``due``, by index, are excluded: they get the next cast.
         """
         stateful = {i: s for i, s in self._stateful().items() if i not in due}
         states = [s.buffers[name] for s in stateful.values() for name in s.recipe.state]
@@ -254,12 +255,12 @@ class ShardedWeights:
                 tensor.copy_(value)
 
     def _stateful(self) -> dict[int, QuantizedStorage]:
-        """By their places, the weights whose recipes keep state between casts."""
+        """Return the weights whose recipes keep state between casts, by index."""
         storages = {i: weight.storage for i, weight in enumerate(self.weights)}
         return {i: s for i, s in storages.items() if s is not None and s.recipe.state}
 
     def gather(self, index: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return one weight's elements in all ranks' ``columns``, FP32 [num_columns]: FP32, in the
+        """Return one weight's elements of all ranks' ``columns``, FP32 [num_columns], in the
         weight's shape. Collective.
         """
         own = self.own[index]

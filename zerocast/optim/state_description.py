@@ -1,18 +1,18 @@
 """Describes a saved training state, and checks which optimizer may load it.
 
 A state (:mod:`zerocast.optim.training_state`) continues a run bit for bit only in an optimizer that
-computes the same from it. So every state says of its optimizer and its progress, in JSON values::
+computes the same from it. So every state describes its optimizer and progress, in JSON values::
 
-    format      of what a state says
+    format      the version of this description
     numerics    the version of the arithmetic (:data:`zerocast.numerics.NUMERICS_VERSION`)
     optimizer   the class of the inner optimizer, with its module
     groups      the number of param groups
-    weights     of each: name, shape, place of its group, recipe (of a quantized one), dtype (None
-                where it is not known yet) and the names of those that share its tensor amax
-    steps       that were made; 0 where they are not counted
-    mode        of an optimizer that has modes
+    weights     for each: name, shape, index of its group, recipe (if quantized), dtype (None if it
+                is not known yet) and the names of the weights that share its tensor amax
+    steps       the number of completed steps; 0 if they are not counted
+    mode        "train" or "eval"
     averages    the decays of averages, which are state under ``ema(DECAY)``
-    due         the weights whose recipe state is before the cast of these masters, and not after
+    due         the weights whose recipe state precedes the cast of these masters
 """
 
 import copy
@@ -42,7 +42,7 @@ _NEVER_NEGATIVE = {
 
 
 def check_format(given: Mapping[str, Any]) -> None:
-    """Raise :class:`InputError` unless a state that says ``given`` is of this format."""
+    """Raise :class:`InputError` unless a state with the description ``given`` has this format."""
     if given.get("format") != FORMAT:
         raise InputError(
             f"a state must be of format {FORMAT}, got {given.get('format')!r}; load it by the "
@@ -51,8 +51,8 @@ def check_format(given: Mapping[str, Any]) -> None:
 
 
 def check_described(given: Mapping[str, Any], this: Description) -> None:
-    """Raise :class:`InputError` unless a state that says ``given`` continues in an optimizer that
-    says ``this`` of itself; the message names what differs, and both sides.
+    """Raise :class:`InputError` unless a state described by ``given`` can continue in an optimizer
+    described by ``this``. The message names the difference and both values.
     """
     check_format(given)
     for what, label in (
@@ -107,18 +107,18 @@ def check_values(
     state: Mapping[str, Any],
     expected: Mapping[str, Any],
 ) -> None:
-    """Raise unless a weight's optimizer state, or this rank's part of it, is such as a run has.
+    """Raise unless a weight's optimizer state, or this rank's part of it, is valid.
 
     Args:
-        name: the weight's.
+        name: the weight's name.
         shape: the shape of its master, or of this rank's part.
         state: the state of the inner optimizer; empty for a weight that was never stepped.
-        expected: what :func:`state_kinds` returned.
+        expected: the result of :func:`state_kinds`.
 
     Raises:
-        InputError: where state is missing, or of another kind or shape, or negative where it
-            counts or sums up magnitudes.
-        NonFiniteError: where it is a NaN.
+        InputError: if state is missing, has another kind or shape, or is negative although it is a
+            count or a sum of magnitudes or squares.
+        NonFiniteError: if it contains a NaN.
     """
     for key in expected if state else ():
         if key not in state:
@@ -155,8 +155,8 @@ def check_values(
 
 
 def check_numbers(what: str, tensor: torch.Tensor, *, finite: bool) -> None:
-    """Raise :class:`NonFiniteError` where ``tensor`` holds a NaN, or with ``finite`` an infinity;
-    the message begins with ``what``.
+    """Raise :class:`NonFiniteError` if ``tensor`` has a NaN, or with ``finite`` an infinity. The
+    message begins with ``what``.
     """
     wrong = ~tensor.isfinite() if finite else tensor.isnan()
     if bool(wrong.any()):
@@ -171,17 +171,18 @@ def check_numbers(what: str, tensor: torch.Tensor, *, finite: bool) -> None:
 def state_kinds(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, Any]:
-    """Return what an optimizer of this class keeps of a parameter that it steps with the options
-    ``saved``: by key a number, a tensor without dimensions or in the parameter's shape, or the
-    dtype of a tensor of another shape. It is found by a step of a small one; nothing where none can
-    be made.
+    """Return the state that an optimizer of this class keeps of a parameter with options ``saved``.
+
+    The result maps each key to a number, to a tensor without dimensions or in the parameter's
+    shape, or to the dtype of a tensor of another shape. It is determined by stepping a small
+    parameter, and is empty if that is not possible.
 
     Args:
-        like: a parameter, by its dtype, device and number of dimensions.
+        like: a parameter that gives the dtype, device and number of dimensions.
 
     Raises:
-        InputError: where the class refuses the options.
-        NonFiniteError: where an option is a NaN.
+        InputError: if an option is missing, or the class refuses the options.
+        NonFiniteError: if an option is a NaN.
     """
     for name, option in saved.items():
         for value in option if isinstance(option, list | tuple) else [option]:
@@ -194,7 +195,7 @@ def state_kinds(
     with undisturbed(like.device), torch.inference_mode(False), torch.no_grad():
         try:
             _kept(kind, options(optimizer.param_groups[0]), like.new_ones(shape))
-        except Exception:  # a class that takes more than its groups say
+        except Exception:  # a class that needs more than the options of its groups
             return {}
         needed = {name for name, value in optimizer.defaults.items() if value is not None}
         missing = needed - saved.keys()
@@ -226,7 +227,7 @@ def _kept(kind: Any, given: Mapping[str, Any], values: torch.Tensor) -> dict[str
 
 
 def check_equal(what: str, saved: object, own: object) -> None:
-    """Raise :class:`InputError` unless a state has the same of ``what`` as this optimizer."""
+    """Raise :class:`InputError` unless ``what`` is equal in a state and in this optimizer."""
     if saved != own:
         raise InputError(
             f"a state must be loaded into an optimizer of the same {what}: it was saved with "

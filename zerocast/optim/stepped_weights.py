@@ -1,8 +1,7 @@
-"""The weights that an optimizer steps: each once, trainable, of a kind that ranks can share, and
-alike on all of them.
+"""Collects the weights that an optimizer steps, and checks that all ranks were given the same.
 
-What a cast depends on is compared by :mod:`zerocast.cast.consistency`; here are the options of an
-optimizer, and the weights that it steps without casting them.
+:mod:`zerocast.cast.consistency` compares what a cast depends on. This module compares the options
+of an optimizer, and all weights that it steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,13 +26,13 @@ from zerocast.tensors.wrapped_names import without_wrappers
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """The way in which weights are stored; those of one kind share flat buffers, each with one
+    """The storage format of weights. Weights of one kind share flat buffers, each with one
     all-gather.
 
     Attributes:
-        dtype: the dtype of the buffer's entries: uint8 for codes.
+        dtype: the dtype of the buffer's entries; uint8 for codes.
         bits: the number of bits of one weight element.
-        planes: buffers that hold a weight: two where the columnwise codes are quantized
+        planes: the number of buffers that hold a weight: two if the columnwise codes are quantized
             independently and gathered, too.
     """
 
@@ -48,11 +47,13 @@ class StorageKind:
 
     @property
     def alignment(self) -> int:
-        """Elements in 64 bytes: shards start on a cache line, and no byte has two owners."""
+        """The number of elements in 64 bytes, so that shards start on a cache line and no byte has
+        two owners.
+        """
         return 512 // self.bits
 
     def entries(self, elements: int) -> int:
-        """Return how many entries of the buffer hold ``elements`` weight elements."""
+        """Return the number of buffer entries that hold ``elements`` weight elements."""
         return elements * self.bits // (8 * self.dtype.itemsize)
 
 
@@ -63,8 +64,8 @@ class Weight:
     Attributes:
         name: the name of the weight in messages.
         param: the parameter that the model holds, whole on every rank.
-        group: its place in ``param_groups``.
-        kind: the way in which it is stored.
+        group: the index of its group in ``param_groups``.
+        kind: its storage kind.
     """
 
     name: str
@@ -87,12 +88,12 @@ class Weight:
 
     @property
     def init_value(self) -> torch.Tensor | None:
-        """The value that a quantized weight was made from, where it keeps that."""
+        """The value that a quantized weight was made from, if it is kept, else None."""
         return self.storage.high_precision_init_val if self.storage else None
 
 
 def value_digests(weights: Sequence[Weight]) -> list[str]:
-    """Return for each weight a text that is the same for the same value, under one recipe."""
+    """Return a text for each weight that is equal for equal values under one recipe."""
     values = []
     for weight in weights:
         if (storage := weight.storage) is None:
@@ -105,7 +106,9 @@ def value_digests(weights: Sequence[Weight]) -> list[str]:
 
 
 def restart_master(weight: Weight, master: torch.Tensor, extent: Extent) -> None:
-    """Let ``master``, elements ``extent`` of a quantized weight's, start from it as it is."""
+    """Restart ``master``, elements ``extent`` of a quantized weight, from the kept value that the
+    weight was made from, else from its codes.
+    """
     param, kept = weight.param, weight.init_value
     assert isinstance(param, QuantizedTensor)
     values = param.dequantize(torch.float32) if kept is None else kept
@@ -115,8 +118,8 @@ def restart_master(weight: Weight, master: torch.Tensor, extent: Extent) -> None
 def restart_plain_master(
     master: torch.Tensor, values: torch.Tensor, is_written: torch.Tensor
 ) -> None:
-    """Let elements of ``master`` start from ``values`` of plain weights, flat, where ``is_written``
-    and where ``values`` is not its rounding, bit for bit. No device is waited for.
+    """Restart elements of ``master`` from the flat ``values`` of plain weights where ``is_written``
+    and ``values`` is not bitwise their rounding. It does not wait for the device.
     """
     bits = torch.int16 if values.itemsize == 2 else torch.int32
     is_other = master.to(values.dtype).view(bits) != values.view(bits)
@@ -124,10 +127,10 @@ def restart_plain_master(
 
 
 def index_of(weights: Iterable[Weight], param: torch.Tensor, call: str) -> int:
-    """Return the place of ``param`` among the weights.
+    """Return the index of ``param`` among the weights.
 
     Raises:
-        InputError: where it is none of them; the message names ``call``.
+        InputError: if it is not one of them; the message names ``call``.
     """
     for i, weight in enumerate(weights):
         if weight.param is param:
@@ -141,10 +144,10 @@ def collect_weights(param_groups: ParamGroups) -> list[Weight]:
     """Return the weights of all groups in order.
 
     Raises:
-        InputError: for a weight of another dtype or device than can be served, one that no sharded
-            cast can fill, two weights that share memory or a name, or none.
-        UnfinishedStepError, StaleCopyError: for a weight that does not hold the whole value that
-            its master would start from.
+        InputError: if a weight has an unsupported dtype or device, or does not support a sharded
+            cast; if two weights share memory or a name; if there are no weights.
+        UnfinishedStepError, StaleCopyError: if a weight does not hold the whole value that its
+            master would start from.
     """
     weights = []
     given = (param for group in param_groups for param in group["params"])
@@ -197,10 +200,10 @@ def _check_whole(weight: Weight) -> None:
 
 
 def storage_kind(name: str, param: torch.Tensor) -> StorageKind:
-    """Return how the weight ``name`` is stored.
+    """Return the storage kind of the weight ``name``.
 
     Raises:
-        InputError: for one of another dtype than can be served, or that no sharded cast can fill.
+        InputError: if its dtype is unsupported, or it does not support a sharded cast.
     """
     if isinstance(param, QuantizedTensor):
         storage = param.quantized_storage
@@ -215,7 +218,7 @@ def storage_kind(name: str, param: torch.Tensor) -> StorageKind:
 
 
 def _check_memory(weights: Sequence[Weight]) -> None:
-    """Raise where two parameters overlap, which would be moved to separate memory."""
+    """Raise :class:`InputError` if two parameters overlap, because moving would separate them."""
     spans = []
     for weight in weights:
         for data in weight.planes:
@@ -239,15 +242,15 @@ def _check_memory(weights: Sequence[Weight]) -> None:
 def check_same_optimizer(
     comm: Communicator, optimizer: str, param_groups: ParamGroups, weights: Sequence[Weight]
 ) -> None:
-    """Compare optimizer, options and weights of all ranks, once. Collective.
+    """Compare optimizer, options and weights of all ranks. Collective.
 
-    Weights may have other values on other ranks, but not each other's.
+    The values of a weight may differ between ranks, but must not be those of another weight.
 
     Args:
         optimizer: a description of the optimizer and its options.
 
     Raises:
-        RankMismatchError: on every rank, naming both sides of the first disagreement.
+        RankMismatchError: on every rank, naming both sides of the first difference.
     """
     recipes = {id(w.storage.recipe): w.storage.recipe for w in weights if w.storage is not None}
     texts = {key: describe_recipe(recipe) for key, recipe in recipes.items()}
@@ -265,14 +268,13 @@ def check_same_optimizer(
     )
     if named:
         return
-    # Without names two weights of one shape cannot be told apart but by their values, which give
-    # their order.
+    # Without names, only values distinguish weights of one shape, and show their order.
     values = value_digests(weights)
     lines = [f"{tuple(w.param.shape)} {v}" for w, v in zip(weights, values, strict=True)]
     everyone = lines_that_differ(comm, lines) or []
     for rank, theirs in enumerate(everyone):
         for i, (first, other) in enumerate(zip(everyone[0], theirs, strict=True)):
-            # Ranks may start from other values, but hardly from those of another weight.
+            # Ranks may start from different values, but not likely from those of another weight.
             if first != other and other in everyone[0]:
                 there = weights[everyone[0].index(other)].name
                 raise RankMismatchError(
@@ -283,7 +285,7 @@ def check_same_optimizer(
 
 
 def _stored(weight: Weight, recipes: Mapping[int, str], amax_group: str | None) -> str:
-    """Say how it is stored; ``recipes`` are the texts of all recipes."""
+    """Return a description of the weight's storage; ``recipes`` are the texts of all recipes."""
     storage = weight.storage
     if storage is None:
         return str(weight.param.dtype)

@@ -1,7 +1,7 @@
-"""TakenGradient: stands in ``.grad`` for a gradient that an optimizer took while backward ran.
+"""TakenGradient: the placeholder in ``.grad`` for a gradient that an optimizer took in backward.
 
-Code that divides, clips, reads or reduces gradients after a backward pass leaves out those that are
-None. It would then do nothing, without a word, to gradients that are no longer there.
+Code that divides, clips, reads or reduces gradients after a backward pass skips those that are
+None. With None in ``.grad`` it would silently do nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
 
 
 class TakenGradient(torch.Tensor):
-    """A tensor without memory. It has a shape, a dtype and a device, and what else is asked of it
-    raises :class:`InputError`.
+    """A tensor without memory. It has a shape, a dtype and a device; other uses raise
+    :class:`InputError`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -33,7 +33,7 @@ class TakenGradient(torch.Tensor):
     @staticmethod
     @functools.cache  # weights share it, so that none is made in a step
     def like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> TakenGradient:
-        """Return the one of this shape, dtype and device."""
+        """Return the placeholder of this shape, dtype and device."""
         taken = torch.Tensor._make_wrapper_subclass(
             TakenGradient, shape, dtype=dtype, device=device
         )
@@ -54,7 +54,7 @@ class TakenGradient(torch.Tensor):
         return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: the gradients of a model stay with its optimizer."""
+        """Return None, because a model's gradients stay with its optimizer."""
 
     data = property(_refuse, _refuse)
     numpy = tolist = data_ptr = _refuse

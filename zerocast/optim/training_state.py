@@ -1,18 +1,18 @@
-"""What is saved of a training, whoever holds its masters and wherever its state is saved.
+"""TrainingState: the saved state of an optimizer, independent of how its masters are sharded.
 
-A ZeroOptimizer and a torch optimizer of masters under FSDP2 hold the same things in different
-places. Each is a :class:`MasterHolder`, which lists its weights; one walk over that list makes the
-state that is saved, and another asks for what this rank needs of a saved one, and checks it. So
-each loads what the other has saved. A state consists of tensors, of which every rank has a part::
+A ZeroOptimizer and a torch optimizer of masters under FSDP2 hold the same data in different places.
+Each is a :class:`MasterHolder`, which lists its weights. From that list it makes the state to save,
+and requests and checks the part of a saved state that this rank needs. So each can load what the
+other has saved. A state consists of tensors, of which every rank has a part::
 
     master.NAME             a weight's master, in the weight's shape
-    state.NAME.KEY          what the optimizer keeps of it, in the same shape or as it is
+    state.NAME.KEY          its optimizer state, in the same shape or in another
     recipe.NAME.KEY         its recipe state
 
-and of what it says of itself (:mod:`zerocast.optim.state_description`), of options, and of values
-that are no tensors. Averages are state under ``ema(DECAY)``. It is saved as a state dict of each
-rank (:mod:`zerocast.optim.zero_training`), or by all ranks together (:mod:`zerocast.checkpoint`).
-Codes are not saved: one cast derives them.
+It also has a description (:mod:`zerocast.optim.state_description`), options, and values that are
+not tensors. Averages are state under ``ema(DECAY)``. It is saved as a state dict of each rank
+(:mod:`zerocast.optim.zero_training`), or by all ranks together (:mod:`zerocast.checkpoint`). Codes
+are not saved: one cast derives them.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ SHARD, WHOLE = "shard", "whole"
 
 @dataclass
 class TrainingState:
-    """The state of one optimizer, as one rank has it.
+    """One rank's part of the state of an optimizer.
 
     Attributes:
         said: the description of the optimizer and its progress, the same on every rank.
         groups: the options of each param group.
-        kinds: by weight and key, of what this rank's optimizer keeps: :data:`SHARD` of a tensor in
-            the weight's shape, :data:`WHOLE` of another tensor, and else ``{"value": ...}``.
-        shares: the part that this rank has of each tensor, by name.
+        kinds: the kind of this rank's optimizer state, by weight and key: :data:`SHARD` for a
+            tensor in the weight's shape, :data:`WHOLE` for another tensor, else
+            ``{"value": ...}``.
+        shares: this rank's part of each tensor, by name.
     """
 
     said: dict[str, Any]
@@ -65,7 +66,7 @@ class TrainingState:
     shares: dict[str, Share]
 
     def kept(self, name: str) -> dict[str, Any]:
-        """Return what the optimizer keeps of a weight on this rank, averages left out."""
+        """Return the optimizer state of a weight on this rank, without averages."""
         found = {}
         for key, kind in self.kinds.get(name, {}).items():
             if isinstance(kind, dict):
@@ -77,21 +78,21 @@ class TrainingState:
 
 @dataclass
 class Wanted:
-    """What this rank reads of the tensors that were saved.
+    """The parts of saved tensors that this rank reads.
 
     Attributes:
-        tensors: those that were saved, by name, each with its ``shape`` and ``dtype``.
-        shares: the parts that this rank needs, by name, in memory on the CPU.
+        tensors: the saved tensors by name, each with its ``shape`` and ``dtype``.
+        shares: the parts that this rank needs, by name, in CPU memory.
     """
 
     tensors: dict[str, Any]
     shares: dict[str, Share] = field(default_factory=dict)
 
     def ask(self, name: str, share: Share) -> None:
-        """Ask for the elements of a tensor that ``share`` has, in the dtype in which it was saved.
+        """Request the elements of a tensor that ``share`` covers, in the saved dtype.
 
         Raises:
-            InputError: where no such tensor of this shape was saved.
+            InputError: if no tensor of this name and shape was saved.
         """
         saved = self.saved(name)
         if tuple(saved.shape) != share.shape:
@@ -103,12 +104,12 @@ class Wanted:
         self.shares[name] = share.holding(values)
 
     def ask_whole(self, name: str) -> None:
-        """Ask for all of a tensor; raises as :meth:`ask` does."""
+        """Request a whole tensor. Raise as :meth:`ask` does."""
         saved = self.saved(name)
         self.ask(name, Share.of(torch.empty(saved.shape, dtype=saved.dtype, device="meta")))
 
     def saved(self, name: str) -> Any:
-        """Return a tensor that was saved; :class:`InputError` where there is none."""
+        """Return the saved tensor ``name``. Raise :class:`InputError` if it does not exist."""
         if name not in self.tensors:
             raise InputError(
                 f"the saved state must have {name}, and has none; it is damaged. Load an earlier "
@@ -119,20 +120,21 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TrainedWeight:
-    """A weight of a training, and what this rank holds of it.
+    """A trained weight, and the parts of it that this rank holds.
 
     Attributes:
-        name: the weight's.
-        group: the place of its param group.
-        recipe: of a quantized one.
-        dtype: in which it is stored; None where that is not known yet.
-        shares_amax: the names of the weights that share its tensor amax, its own included.
-        master: the part of its master.
+        name: the name of the weight.
+        group: the index of its param group.
+        recipe: the recipe of a quantized weight, else None.
+        dtype: the nominal dtype of a quantized weight, or the dtype of a plain one; None if it is
+            not known yet.
+        shares_amax: the names of the weights that share its tensor amax, including this one.
+        master: this rank's part of its master.
         averages: the averages of that part, by key.
-        stepped: the tensor that the optimizer steps on this rank; None where it steps none.
-        part: the part of the weight that ``stepped`` is.
-        state: what the optimizer keeps of it.
-        recipe_state: what its recipe keeps between casts.
+        stepped: the tensor that the optimizer steps on this rank; None if there is none.
+        part: the part of the weight that ``stepped`` covers.
+        state: the optimizer's state of ``stepped``.
+        recipe_state: the state that its recipe keeps between casts.
     """
 
     name: str
@@ -148,7 +150,7 @@ class TrainedWeight:
     recipe_state: Mapping[str, torch.Tensor]
 
     def described(self) -> Description:
-        """Return what a state says of it."""
+        """Return the description of this weight in a state."""
         return {
             "name": self.name,
             "shape": list(self.master.shape),
@@ -160,15 +162,15 @@ class TrainedWeight:
 
 
 class MasterHolder(ABC):
-    """An optimizer, and where the masters are that it steps.
+    """An optimizer and access to the masters that it steps.
 
     Attributes:
         comm: the ranks.
-        optimizer: the optimizer that was given.
-        inner: the optimizer that steps the masters; the same one, or wrapped by it.
-        groups: the param groups whose options count.
-        parameters: the weights that it steps, by name.
-        device: where its masters are.
+        optimizer: the given optimizer.
+        inner: the optimizer that steps the masters: the same one, or wrapped by it.
+        groups: the param groups whose options apply.
+        parameters: the stepped weights, by name.
+        device: the device of its masters.
     """
 
     comm: Communicator
@@ -184,22 +186,22 @@ class MasterHolder(ABC):
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return what :data:`PROGRESS` names. Collective."""
+        """Return the values of the keys in :data:`PROGRESS`. Collective."""
 
     @abstractmethod
     def prepare_save(self, call: str) -> None:
-        """Raise on every rank what forbids ``call``, a save, on any. Collective."""
+        """Raise on every rank if ``call``, a save, is not allowed on any. Collective."""
 
     @abstractmethod
     def check_load(self, said: Mapping[str, Any], call: str) -> None:
-        """Raise what forbids ``call``, a load of a state that says ``said``."""
+        """Raise if ``call``, a load of a state with the description ``said``, is not allowed."""
 
     @abstractmethod
     def restore(self, state: TrainingState) -> None:
         """Continue from a state that has been checked. Collective."""
 
     def described(self) -> Description:
-        """Return what a state says of this optimizer."""
+        """Return the description of this optimizer in a state."""
         kind = type(self.inner)
         return {
             "format": FORMAT,
@@ -210,7 +212,7 @@ class MasterHolder(ABC):
         }
 
     def state(self) -> TrainingState:
-        """Return what this rank saves. Collective; its tensors are the live ones."""
+        """Return the state that this rank saves, with the live tensors. Collective."""
         said = {**self.described(), **self.progress()}
         state = TrainingState(said, [options(group) for group in self.groups], {}, {})
         for weight in self.weights():
@@ -231,10 +233,10 @@ class MasterHolder(ABC):
         return state
 
     def ask(self, saved: TrainingState, wanted: Wanted) -> None:
-        """Ask for what this rank needs of a state.
+        """Request the tensors that this rank needs of a saved state.
 
         Raises:
-            InputError: where it is of another optimizer, or has not what it should have.
+            InputError: if the state is another optimizer's, or tensors are missing or wrong.
         """
         check_described(saved.said, self.described())
         for weight in self.weights():
@@ -260,10 +262,10 @@ class MasterHolder(ABC):
                 wanted.ask_whole(f"recipe.{name}.{key}")
 
     def check(self, state: TrainingState) -> None:
-        """Raise unless a state that was read is such as a run has, under the saved options.
+        """Raise unless a state that was read is valid under the saved options.
 
         Raises:
-            InputError, NonFiniteError: with the name of what is none.
+            InputError, NonFiniteError: naming the invalid value.
         """
         check_equal("number of param groups", len(state.groups), len(self.groups))
         expected: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
@@ -298,18 +300,18 @@ class MasterHolder(ABC):
 
 
 def is_part(stepped: torch.Tensor | None, key: str, value: object) -> bool:
-    """Say whether what an optimizer keeps of a tensor is divided over ranks as that is."""
+    """Return whether the optimizer state ``value`` is divided over ranks like ``stepped``."""
     return (
         isinstance(value, torch.Tensor)
         and stepped is not None
         and value.shape == stepped.shape
         and is_sharded(value) == is_sharded(stepped)
-        and key != "step"  # which has the shape of a weight without dimensions
+        and key != "step"  # a weight without dimensions has the same shape
     )
 
 
 def _share_of(weight: TrainedWeight, key: str, value: torch.Tensor) -> tuple[str, Share]:
-    """Return the kind of a tensor that the optimizer keeps, and this rank's part of it."""
+    """Return the kind of a tensor of the optimizer's state, and this rank's part of it."""
     if not is_part(weight.stepped, key, value):
         return WHOLE, Share.of(as_plain(value))
     return SHARD, Share.of(as_plain(value)) if is_sharded(value) else weight.part.holding(value)

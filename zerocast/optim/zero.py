@@ -1,37 +1,36 @@
 """ZeroOptimizer: a training step on sharded FP32 masters, from whole gradients to whole weights.
 
 It wraps an ordinary torch optimizer, like torch's ``ZeroRedundancyOptimizer``. Every rank holds all
-weights as they are stored (codes, or plain BF16, FP16, FP32) and their gradients, until these are
-reduced; masters and optimizer state it holds for its own shards only: with AdamW 12 / ranks bytes
-an element. Shards begin and end anywhere inside a weight, so every rank holds equally much.
+weights in their stored form (codes, or plain BF16, FP16, FP32), and their gradients until these are
+reduced. It holds masters and optimizer state of its shards only: with AdamW 12 / ranks bytes an
+element. Shards begin and end at any element of a weight, so all ranks hold equal amounts.
 
 Note: the same weights on every number of ranks
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-An element-wise optimizer gives the same bits however its tensors are divided, and a cast gives the
-same bytes however its masters are. So from equal mean gradients any number of ranks trains the same
-weights, bit for bit, with torch's for-loop and ``foreach`` implementations. Its fused ones
-(``fused=True``) round some elements differently at the ends of a shard: they are accepted, without
-this claim. Nor does it hold with gradient clipping, where the order in which squares are summed
-follows the partition.
+The bits of an element-wise optimizer's result and the bytes of a cast do not depend on the
+partition. So from equal mean gradients any number of ranks trains the same weights, bit for bit,
+with torch's for-loop and ``foreach`` implementations. Its fused ones (``fused=True``) are accepted
+without this guarantee, because they round some elements at the ends of a shard differently. Nor
+does it hold with gradient clipping, where the order of summing squares depends on the partition.
 
 Note: the masters are the truth
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A step overwrites every weight from the masters. Code that writes weights by other means (loading a
-model's state dict, ``copy_``, a broadcast) writes the same values on every rank, and the next step
-starts their masters again from what was written (:mod:`zerocast.optim.external_writes`); inner
-state stays. Weights become views of the optimizer's buffers, so a model is moved or converted
-(``model.to``) before its optimizer is made; a step that finds a weight elsewhere is refused.
+A step overwrites every weight from the masters. Other code that writes weights (loading a model's
+state dict, ``copy_``, a broadcast) must write the same values on every rank. The next step restarts
+the masters from these values (:mod:`zerocast.optim.external_writes`); inner state is kept. Weights
+become views of the optimizer's buffers, so move or convert a model (``model.to``) before making its
+optimizer. A step raises if a weight has been moved.
 
 Note: a step that fails
 ~~~~~~~~~~~~~~~~~~~~~~~
-A step that fails up to the phase ``reduce_scatter`` has changed nothing. Later it leaves masters
-and weights of different steps: saving and stepping are then refused until
+A step that fails up to the phase ``reduce_scatter`` has changed nothing. A later failure leaves
+masters and weights of different steps. Saving and stepping then raise until
 :meth:`ZeroOptimizer.load_state_dict`. See :mod:`zerocast.optim.progress`.
 
 Note: the state of recipes
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 Delayed scaling keeps a history of amaxes, stochastic rounding a count of draws. A step advances
-them once. Making an optimizer and loading a state repeat the latest cast, so it stays as it was.
+them once. Making an optimizer and loading a state repeat the latest cast, without advancing them.
 """
 
 import math
@@ -65,78 +64,78 @@ from zerocast.tensors.untraced import untraced
 class ZeroOptimizer(SavedOptimizer):
     """A torch optimizer whose FP32 masters and state are sharded over ranks.
 
-    :meth:`step` sends every rank its shards of the gradients and takes their mean, steps the inner
-    optimizer on this rank's masters, casts them into its range of the weights, and all-gathers.
-    ``param_groups`` drive the inner optimizer, so learning rate schedulers work, and so does
-    ``torch.amp.GradScaler``: an overflow on one rank skips the step on all. For that the last
-    group ends in one more parameter, which has no elements.
+    :meth:`step` reduces the mean gradients to each rank's shards, and steps the inner optimizer on
+    this rank's masters. It casts them into this rank's range of the weights, and all-gathers. The
+    inner optimizer uses the options of ``param_groups``, so learning rate schedulers work. With
+    ``torch.amp.GradScaler`` an overflow on one rank skips the step on all; for this the last group
+    ends in one more parameter, without elements.
 
-    Making one is collective, and so are :meth:`step`, :meth:`clip_grad_norm_`,
-    :meth:`load_state_dict` and :meth:`gather_master`. Afterwards every weight is the cast of its
-    master on every rank. Masters start from the values that quantized weights were made from, where
-    those were kept, else from the weights' own. Each rank contributes its shards, so weights are
-    equal on all ranks even where they were not before.
+    The constructor, :meth:`step`, :meth:`clip_grad_norm_`, :meth:`load_state_dict` and
+    :meth:`gather_master` are collective. After construction every weight is the cast of its master
+    on every rank. Masters start from the values that quantized weights were made from, if these
+    were kept, else from the weights. Each rank contributes its shards, so the weights become equal
+    on all ranks even if they differed before.
 
-    Gradients accumulate in ``.grad`` as always, in its dtype: several backward passes, one exchange
-    at the step; or with ``overlap_grad_reduce`` in FP32 and in shards, one exchange a backward
-    pass. Their sum is taken in FP32 in the order of the ranks, so it has the same bits on every
-    transport. A weight for which no rank has a gradient is left out of the step. Beside masters and
-    state a rank holds gradients in 4 / ranks bytes an element, and buffers in which they travel: at
-    most two of 32 MiB, or two buckets with ``overlap_grad_reduce``.
+    Gradients accumulate in ``.grad`` in its dtype, with one exchange at the step. With
+    ``overlap_grad_reduce`` they accumulate in FP32 shards, with one exchange for each backward
+    pass. They are summed in FP32 in rank order, so the sum has the same bits on every transport. A
+    weight without a gradient on any rank is left out of the step. In addition to masters and state,
+    a rank holds reduced gradients of 4 / ranks bytes an element. The buffers for sending take at
+    most two times 32 MiB, or two buckets with ``overlap_grad_reduce``.
 
     Args:
-        params: ``model.named_parameters()``, or param groups of such (name, parameter) pairs, or of
-            parameters alone. No two weights have one name, and ranks compare names; without them
-            two weights of one shape in another order are noticed by their values only. Quantized
-            weights, and plain BF16, FP16 or FP32 ones, all on one device. A tied weight counts
-            once; parameters that do not require a gradient are left out. Stochastic rounding draws
-            by the name of a weight, and without one by its place in the groups.
-        optimizer_class: any class that updates each element from that element alone and keeps FP32
+        params: ``model.named_parameters()``, or param groups of (name, parameter) pairs or of
+            parameters. Names must be unique, and are compared between ranks; without names, a
+            different order of weights of one shape is detected by their values only. Weights are
+            quantized or plain BF16, FP16 or FP32, all on one device. A tied weight counts once.
+            Parameters that do not require a gradient are left out. Stochastic rounding draws by the
+            name of a weight, or without names by its index in the groups.
+        optimizer_class: a class that updates each element from that element alone and keeps FP32
             state; with ``shard="matrix"`` each tensor from that tensor alone. It is tried on small
-            tensors and refused where it does not (:mod:`zerocast.optim.elementwise`).
+            tensors and rejected if it does not (:mod:`zerocast.optim.elementwise`).
         group: the ranks, as for :class:`zerocast.CastPlan`.
-        overlap_all_gather: whether a step returns while codes are on their way. Each quantized
-            weight is waited for when it is first used, layer by layer in the next forward; plain
-            weights are gathered when the step returns. The weights are the same, to the bit. See
+        overlap_all_gather: whether a step returns while all-gathers of codes are in flight. The
+            first use of each quantized weight waits for it, layer by layer in the next forward.
+            Plain weights are gathered before the step returns. The weights have the same bits. See
             :mod:`zerocast.optim.pending_all_gather`.
-        bucket_size: weights of one kind are gathered together in the order of ``params``, until
-            they are so many elements; give parameters in the order in which they are used. By
-            default 2^23 with any of the options ``overlap_...``, and else all of a kind at once.
-        gradient_dtype: in which gradients travel: bfloat16, float16 or float32, to which they are
-            rounded. By default each in the dtype of its weight, which is its own.
-        overlap_grad_reduce: whether gradients are sent while the backward pass goes on, bucket by
-            bucket, and ``.grad`` is freed (ZeRO-2): whoever uses it then gets an error. Every rank
-            makes as many backward passes. See :mod:`zerocast.optim.gradient_overlap`.
+        bucket_size: the number of elements at which a bucket of weights, gathered together, is
+            closed. List parameters in the order of their use. The default is 2^23 with any
+            ``overlap_...`` option, else one bucket for each storage kind.
+        gradient_dtype: the dtype to which gradients are rounded for sending: bfloat16, float16 or
+            float32. By default each is sent in the dtype of its weight.
+        overlap_grad_reduce: whether gradients are sent during the backward pass, bucket by bucket,
+            and ``.grad`` is freed (ZeRO-2). Using ``.grad`` is then an error. Every rank must make
+            the same number of backward passes. See :mod:`zerocast.optim.gradient_overlap`.
         overlap_cast: whether a step casts bucket by bucket, and gathers the codes of each while the
-            next are cast, where the transport can. The weights are the same, to the bit.
-        shard: what of a weight one rank steps: "element", any part of it, for optimizers that
-            update each element by itself; or "matrix", all of it, for those that look at a whole
-            matrix, such as ``torch.optim.Muon``. Weights are then dealt to ranks, balanced by cost;
-            see :mod:`zerocast.optim.matrix_owners`.
+            next are cast, if the transport can. The weights have the same bits.
+        shard: the unit of a weight that one rank steps. "element" is any part of it, for optimizers
+            that update each element independently. "matrix" is the whole weight, for optimizers
+            that read a whole matrix, such as ``torch.optim.Muon``. Weights are then assigned to
+            ranks, balanced by cost; see :mod:`zerocast.optim.matrix_owners`.
         verify: as for :class:`zerocast.CastPlan`: "hash" or "full" compares quantized weights after
             each step; with ``overlap_all_gather`` when all are waited for, at the latest before the
-            next step changes anything. A step that finds a fault leaves masters and state whole.
-            Frozen parameters in ``params`` are compared, too.
+            next step changes anything. If it finds a fault, masters and state remain intact. Frozen
+            parameters in ``params`` are also compared.
         **defaults: options of ``optimizer_class``.
 
     Attributes:
-        on_phase: called with the name of every phase of a step, returns a context in which the
-            phase runs. For timers.
+        on_phase: a function of the name of a phase of a step; it returns a context manager in which
+            the phase runs. For timers.
 
     Raises:
-        InputError, UnsupportedError: on every rank, for a wrong argument on any; no weight has been
-            touched.
-        RankMismatchError: on every rank, where ranks differ in weights, their order or options; or
+        InputError, UnsupportedError: on every rank, if an argument is invalid on any; no weight has
+            been changed.
+        RankMismatchError: on every rank, if ranks differ in weights, their order or options; or
             with ``verify`` in the values of frozen parameters.
     """
 
     on_phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
-    # GradScaler.step() then always calls step(), with `found_inf` and `grad_scale` set on the
+    # This makes GradScaler.step() always call step(), with `found_inf` and `grad_scale` set on the
     # optimizer. So FP16 gradients are unscaled in FP32, after they are reduced.
     _step_supports_amp_scaling = True
 
-    @torch.inference_mode(False)  # what is made in that mode could not be written outside of it
+    @torch.inference_mode(False)  # inference tensors cannot be written outside that mode
     def __init__(
         self,
         params: Iterable[Param] | Iterable[dict[str, Any]],
@@ -180,7 +179,7 @@ class ZeroOptimizer(SavedOptimizer):
             f"{gradient_dtype=}, {overlap_grad_reduce=}, {overlap_cast=}, {shard=}"
         )
         check_same_optimizer(self.comm, made, self.param_groups, self._shards.weights)
-        self._shards.share_recipe_states()  # a plan is made of weights with equal states only
+        self._shards.share_recipe_states()  # a plan requires weights with equal states
         publication = Publication(
             self._shards, verify, self.inner, overlap_cast=overlap_cast, frozen=frozen
         )
@@ -192,7 +191,7 @@ class ZeroOptimizer(SavedOptimizer):
         self.param_groups[-1]["params"].append(found_inf)
         self._averages, self._user_code, self._is_complete = {}, Attempt(), True
 
-        # From here on weights change: whatever can be refused has been.
+        # Weights change from here on; all checks have passed.
         self._shards.restart_masters(i for i, w in enumerate(weights) if w.kind.is_codes)
         self._shards.adopt()
         are_new = torch.ones(len(self._shards.plain), dtype=torch.bool, device=device)
@@ -206,7 +205,7 @@ class ZeroOptimizer(SavedOptimizer):
 
     @property
     def phases(self) -> CastPipeline:
-        """The phases of a step and their names, in order; :meth:`step` runs exactly these."""
+        """The named phases of a step in order; :meth:`step` runs exactly these."""
         return self._publication.pipeline().having(
             reduce_scatter=self._reduce_gradients, optimizer=self._update_masters
         )
@@ -215,22 +214,22 @@ class ZeroOptimizer(SavedOptimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, number: int | None = None) -> Any:
-        """Make one step. ``closure`` recomputes the loss first, and its result is returned. By
-        ``number``, the caller's of the step, ranks see that one has left a step out, or repeats it.
+        """Make one step. Call ``closure``, which recomputes the loss, first and return its result.
+
+        With ``number``, the caller's step number, ranks detect that one skipped or repeats a step.
 
         Raises:
-            InputError: on every rank, in the mode of :meth:`eval`, while averages are in the
-                weights, where a weight has been moved, where gradients have changed since
-                :meth:`clip_grad_norm_` or since ``overlap_grad_reduce`` took them, or where a
-                parameter that was frozen has a gradient.
-            RankMismatchError: on every rank, where other code wrote different values into a weight
-                on different ranks, or numbers of steps or options differ.
-            UnfinishedStepError: on every rank, where the last step was left unfinished.
-            VerificationError: on every rank, with ``verify``, where ranks hold other bytes than
-                were cast; masters and state are those of the step. RankMismatchError then, where
-                they hold different frozen parameters.
-            Exception: of ``closure`` or of the inner optimizer, on the ranks where it happened. On
-                a CPU the others raise a ZerocastError with its message; on a GPU they do not.
+            InputError: on every rank, in :meth:`eval` mode, or while averages are in the weights;
+                if a weight has been moved, or a frozen parameter has a gradient; if gradients have
+                changed since :meth:`clip_grad_norm_` or since ``overlap_grad_reduce`` took them.
+            RankMismatchError: on every rank, if other code wrote different values into a weight
+                on different ranks, if step numbers or options differ, or with ``verify`` if frozen
+                parameters differ.
+            UnfinishedStepError: on every rank, if the last step was left unfinished.
+            VerificationError: on every rank, with ``verify``, if ranks hold bytes that differ from
+                the cast; masters and state are those of the step.
+            Exception: the error of ``closure`` or of the inner optimizer, on its ranks. On a CPU
+                the others raise a ZerocastError with its message; on a GPU they do not.
         """
         self._user_code = Attempt()
         loss = None
@@ -242,13 +241,12 @@ class ZeroOptimizer(SavedOptimizer):
         found_inf = getattr(self, "found_inf", None)  # set by a GradScaler; agreed on by all ranks
         if found_inf is None or not found_inf.item():
             self._check_mode()
-            self.wait_for_all_gather()  # for the weights that were not used since the last step
+            self.wait_for_all_gather()  # for weights not used since the last step
             try:
                 with announcing([self.comm]):
                     self.phases.run(self.on_phase)
             except ZerocastError:
-                # What user code raised on this rank is raised as it was, and not as other ranks
-                # see it.
+                # Raise the original error of user code on this rank, not the one for other ranks.
                 if self._user_code.error is None or self._user_code.error.__cause__ is None:
                     raise
                 raise self._user_code.error.__cause__ from None
@@ -259,7 +257,7 @@ class ZeroOptimizer(SavedOptimizer):
         return loss
 
     def _check_mode(self) -> None:
-        """Refuse a step in another mode."""
+        """Raise :class:`InputError` if averages are in the weights, or the mode is not "train"."""
         if (error := self._progress.averages_error("a step")) is not None:
             raise error
         if self._inner.mode != "train":
@@ -270,9 +268,9 @@ class ZeroOptimizer(SavedOptimizer):
 
     @torch.no_grad()
     def wait_for_all_gather(self) -> None:
-        """Return when every weight is gathered, with ``overlap_all_gather``: before a CUDA graph
-        is captured, or a buffer used that was taken out of a weight earlier. With ``verify``, too,
-        it compares them, and is collective.
+        """Wait until every weight is gathered, with ``overlap_all_gather``. Call it before a CUDA
+        graph capture, or before using a buffer that was taken from a weight earlier. With
+        ``verify`` it also compares the weights, and is collective.
         """
         self._shards.wait()
         self._publication.verify()
@@ -307,7 +305,7 @@ class ZeroOptimizer(SavedOptimizer):
     # --- gradients ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, reduced or not."""
+        """Discard the gradients, reduced or not."""
         self._gradients.drop()
         super().zero_grad(set_to_none)
 
@@ -317,25 +315,25 @@ class ZeroOptimizer(SavedOptimizer):
     ) -> torch.Tensor:
         """Scale the mean gradients so that their norm over all weights is at most ``max_norm``.
 
-        Collective; call it after the last backward pass of a step (and a GradScaler's ``unscale_``)
-        in place of ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only.
+        Collective. Call it after the last backward pass of a step (and a GradScaler's ``unscale_``)
+        instead of ``torch.nn.utils.clip_grad_norm_``, which would use this rank's gradients only.
         (With one rank, or under DistributedDataParallel, whose gradients are equal, torch's is
-        right.) It reduces the gradients and the following :meth:`step` uses them; ``.grad`` itself
-        stays as it is, and a step that finds another is refused.
+        correct.) It reduces the gradients, and the following :meth:`step` uses them. ``.grad`` is
+        not changed, and the step raises if other code has changed it.
 
         Args:
-            norm_type: any positive order, ``math.inf`` included.
+            norm_type: any positive order, including ``math.inf``.
 
         Returns:
-            FP32 []: the norm before clipping, the same bits on every rank.
+            FP32 []: the norm before clipping, with the same bits on every rank.
 
         Raises:
-            NonFiniteError: on every rank, with ``error_if_nonfinite``, where the norm is a NaN or
-                an infinity.
+            NonFiniteError: on every rank, with ``error_if_nonfinite``, if the norm is a NaN or an
+                infinity.
         """
         if not norm_type > 0:
             raise InputError(f"norm_type must be a positive number or math.inf, got {norm_type}.")
-        self._progress.begin_step(None)  # step() says which one it is
+        self._progress.begin_step(None)  # step() notes the number
         self._reduce()
         norm = self._gradients.norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm.item()):

@@ -1,14 +1,14 @@
-"""The training of a ZeroOptimizer, and its state dicts: a rank's part of the state each.
+"""ZeroTraining: the training state of a ZeroOptimizer, and its state dicts.
 
-A rank's state dict holds its elements of every weight, and all ranks' together are the whole state,
-on any number of ranks::
+A rank's state dict holds its elements of every weight. The state dicts of all ranks form the whole
+state, on any number of ranks::
 
-    state         by the names of :mod:`zerocast.optim.training_state` this rank's part of each
-                  tensor, flat where weights are stepped in pieces
-    param_groups  the options, and the places of the weights, as torch's optimizers save them
-    zero          what the state says; shard, rank, world_size; pieces: by tensor the whole one's
-                  shape, and the boxes that are this rank's part (:mod:`zerocast.optim.boxes`);
-                  kinds: of what the optimizer keeps; digest: of all but the kinds
+    state         this rank's part of each tensor, by the names of
+                  :mod:`zerocast.optim.training_state`; flat if weights are stepped in pieces
+    param_groups  the options, and the indices of the weights, as torch's optimizers save them
+    zero          the description; shard, rank, world_size; pieces: for each tensor the whole shape
+                  and the boxes of this rank's part (:mod:`zerocast.optim.boxes`); kinds: those of
+                  the optimizer state; digest: of all except the kinds
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ KEYS = {"state", "param_groups", "zero"}
 
 
 class EveryRank:
-    """Stands in a state dict and lets ``torch.distributed.checkpoint`` refuse it: every rank has
-    other values under the same names, which DCP takes for copies, and keeps those of one rank.
+    """A marker in a state dict that makes ``torch.distributed.checkpoint`` raise.
 
-    Copies have it, too; files have an empty dictionary in its place.
+    Ranks have different values under the same names. DCP would treat them as copies, and keep those
+    of one rank. Copies of the state dict keep the marker; pickles have an empty dictionary instead.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class ZeroTraining(MasterHolder):
         self.parameters, self._shards = optimizer.named_weights, optimizer._shards
         self.device = self._shards.masters.device
 
-    # --- what it holds ---
+    # --- the held state ---
 
     def weights(self) -> list[TrainedWeight]:
         """List the weights, in order."""
@@ -123,12 +123,12 @@ class ZeroTraining(MasterHolder):
         }
 
     def prepare_save(self, call: str) -> None:
-        """Raise on every rank what forbids ``call`` on any. Collective."""
+        """Raise on every rank if ``call`` is not allowed on any. Collective."""
         self.optimizer._progress.prepare(call)
         self.optimizer._inner.exchange_options(self.groups)
 
     def check_load(self, said: Mapping[str, Any], call: str) -> None:
-        """Raise where averages are in the weights, or a weight has been moved."""
+        """Raise if averages are in the weights, or a weight has been moved."""
         error = self.optimizer._progress.averages_error(call)
         if error := error or self._shards.moved_weight():
             raise error
@@ -166,7 +166,7 @@ class ZeroTraining(MasterHolder):
     # --- state dicts ---
 
     def state_dict(self) -> StateDict:
-        """Return this rank's state dict. Its tensors are the live ones."""
+        """Return this rank's state dict, with the live tensors."""
         state, shards = self.state(), self._shards
         groups: list[dict[str, Any]] = [group | {"params": []} for group in state.groups]
         for i, weight in enumerate(shards.weights):
@@ -184,17 +184,17 @@ class ZeroTraining(MasterHolder):
 
     @property
     def _origin(self) -> dict[str, Any]:
-        """How weights are divided, as ``ZeroOptimizer(shard=...)`` says it, and over which rank."""
+        """The ``shard`` argument of the ZeroOptimizer, and this rank and the number of ranks."""
         shard = "element" if self._shards.whole is None else "matrix"
         return {"shard": shard, "rank": self.comm.rank, "world_size": self.comm.size}
 
     def read(self, given: object) -> TrainingState:
-        """Return what this rank continues from, of one state dict or a sequence of them.
+        """Return this rank's state, read from one state dict or a sequence of them.
 
         Raises:
-            InputError: where they are not state dicts, or of another optimizer or other weights;
-                where they do not cover this rank's elements, or one alone is that of another rank;
-                where they are damaged.
+            InputError: if they are not state dicts, or are those of another optimizer or of other
+                weights; if they do not cover this rank's elements, or a single one is another
+                rank's; if they are damaged.
         """
         saved: list[Any] = list(given) if isinstance(given, Sequence) else [given]
         if not saved:
@@ -236,8 +236,8 @@ class ZeroTraining(MasterHolder):
         return state
 
     def _check_origin(self, zeros: Sequence[Mapping[str, Any]]) -> None:
-        """Raise :class:`InputError` unless state dicts that say ``zeros`` are this rank's own, or
-        those of all ranks after one step.
+        """Raise :class:`InputError` unless ``zeros``, the entries of state dicts, are this rank's,
+        or those of all ranks after the same step.
         """
         steps = [zero["steps"] for zero in zeros]
         if len(set(steps)) > 1:
@@ -257,7 +257,7 @@ class ZeroTraining(MasterHolder):
 
 
 def _share_in(name: str, tensor: Any, shape: Sequence[int], boxes: Sequence[Any]) -> Share:
-    """Return the part of a tensor in a state dict, which consists of ``boxes``."""
+    """Return the part of a tensor in a state dict that consists of ``boxes``."""
     pieces = {Box(*map(tuple, box)): tensor for box in boxes}
     count = sum(math.prod(box.sizes) for box in pieces)
     problem: str | None = f"a {type(tensor).__name__}"
@@ -274,28 +274,29 @@ def _share_in(name: str, tensor: Any, shape: Sequence[int], boxes: Sequence[Any]
 
 
 def digest_of(zero: Mapping[str, Any]) -> str:
-    """Return a digest of what a state dict says, but for values of Python."""
+    """Return a digest of a state dict's ``zero`` entry, except digest, kinds and the marker."""
     left_out = "digest", "kinds", "every_rank"
     text = json.dumps({key: value for key, value in zero.items() if key not in left_out})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class SavedOptimizer(ShardedOptimizer):
-    """An optimizer whose sharded masters are saved and loaded."""
+    """A sharded optimizer that saves and loads its state."""
 
     def state_dict(self) -> StateDict:
         """Return this rank's share of the state: masters, inner state, averages, options.
-        :func:`zerocast.checkpoint.save` saves the shares of all ranks together; ``torch.save``
-        saves one rank's, in one file for each rank.
 
-        The tensors are the optimizer's own and change with its next step, as in torch. Those of
-        other ranks have the same names and other values; ``torch.distributed.checkpoint`` would
-        take them for copies, and is refused when it is given a state dict.
+        :func:`zerocast.checkpoint.save` saves the shares of all ranks together. ``torch.save``
+        saves one rank's share, in one file for each rank.
+
+        The tensors are the live ones and change with the next step, as in torch. Other ranks have
+        other values under the same names. ``torch.distributed.checkpoint`` would treat them as
+        copies, so saving a state dict with it raises.
 
         Raises:
-            UnfinishedStepError: where a step was left unfinished.
-            UnsupportedError: where torch.distributed.checkpoint calls this, which would keep one
-                rank's share alone.
+            UnfinishedStepError: if a step was left unfinished.
+            UnsupportedError: if torch.distributed.checkpoint calls this, because it would keep one
+                rank's share only.
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise UnsupportedError(
@@ -311,18 +312,18 @@ class SavedOptimizer(ShardedOptimizer):
         return ZeroTraining(self).state_dict()
 
     def load_state_dict(self, state_dict: StateDict | Sequence[StateDict]) -> None:
-        """Continue bit for bit from a saved state, and cast the weights from it. Collective.
+        """Load a saved state, to continue bit for bit, and cast the weights from it. Collective.
 
-        It replaces whatever was written into the weights before. Averages (:meth:`ema`) are those
-        of the state; one that the state does not have begins at the loaded masters.
+        It overwrites the weights. Averages (:meth:`ema`) are loaded from the state; an average that
+        the state does not have restarts from the loaded masters.
 
         Args:
-            state_dict: what :meth:`state_dict` returned on this rank of as many ranks; or, on any
-                number of ranks, the sequence of what it returned on all, which is divided again.
+            state_dict: the result of :meth:`state_dict` on this rank, on the same number of ranks;
+                or, on any number of ranks, the sequence of the results of all ranks.
 
         Raises:
-            InputError: on every rank, where it does not fit on any; nothing has been changed.
-            RankMismatchError: on every rank, where ranks give states of different steps or options.
+            InputError: on every rank, if it does not fit on any; nothing has been changed.
+            RankMismatchError: on every rank, if ranks give states of different steps or options.
         """
         training, attempt, lines = ZeroTraining(self), Attempt(), list[str]()
         state = TrainingState({}, [], {}, {})

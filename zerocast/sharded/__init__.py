@@ -1,4 +1,4 @@
-"""zerocast.sharded: FSDP2 (``torch.distributed.fsdp.fully_shard``) all-gathers weights in codes.
+"""zerocast.sharded: low-bit all-gather of weights under FSDP2.
 
     zerocast.nn.convert(model, recipe, weights="master", low_bit_all_gather=True)
     for block in model.blocks:
@@ -9,44 +9,45 @@
     optimizer.step()
     zerocast.sharded.precompute_scales_for_fsdp(model)
 
-Parameters stay sharded masters in high precision, and FSDP2 all-gathers their codes. The gathered
-weight is, byte for byte, ``zerocast.quantize`` of the whole master. Tensor-parallel weights, whose
-masters torch's DTensor splits, are cast alike.
+Parameters stay sharded masters in high precision, and FSDP2
+(``torch.distributed.fsdp.fully_shard``) all-gathers their codes. The gathered weight equals
+``zerocast.quantize`` of the whole master, byte for byte. Tensor-parallel weights, whose masters are
+split by DTensor, are cast in the same way.
 
     master_weight      the parameter, and the two methods that FSDP2 calls
-    all_gather         what is known of one weight, and what is made of what was gathered
-    all_gather_input   what a rank has of it between casts, and sends
+    all_gather         the cast of one weight, and the weight built from gathered codes
+    all_gather_input   the codes and scales that a rank keeps between casts and sends
     casts              when a cast is due, what is cast together, precompute_scales_for_fsdp
     state              the recipe's state of a master, and the values that were cast
     updates            an optimizer's update that measures masters for their next cast
-    placement          what DTensor and FSDP2 say about a weight
-    parallel_linear    what the forward of a layer multiplies by
+    placement          the placement of a weight, as DTensor and FSDP2 report it
+    parallel_linear    the operand of a layer's forward
     report             what is gathered, and why
 
 Note: who writes a master
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Any code may write a master, by any means, on all ranks or on some: an optimizer, compiled or not,
-``load_state_dict``, ``torch.distributed.checkpoint.load``, an average that is copied in, another
-library by DLPack or by the address. A gather outside of a backward asks all ranks whether their
-rows are those that were cast last, and all ranks cast if one answers no. A digest of the rows finds
-the writes that torch does not see. If such a write leaves the same values, they are not cast again.
+``load_state_dict``, ``torch.distributed.checkpoint.load``, a copy of an average, or another library
+through DLPack or the address. A gather outside of a backward checks on all ranks whether their rows
+have changed since the last cast, and all ranks cast if any have. A digest of the rows detects
+writes that torch does not see. Rows that such a write leaves unchanged are not cast again.
 
-The first gather after :func:`precompute_scales_for_fsdp` does not ask, because the caller has just
-said that the masters are written. A write between the two is cast if torch sees it on all ranks. If
-torch sees it on some ranks only, these wait in an all-reduce and the others in an all-gather, until
-the process group's timeout. So all ranks call :func:`mark_written`
+The first gather after :func:`precompute_scales_for_fsdp` skips this check. A write between the two
+is cast if torch sees it on all ranks. If torch sees it on some ranks only, these block in an
+all-reduce and the others in an all-gather, until the process group's timeout. Therefore all ranks
+call :func:`mark_written`
 
 * after a write in between that some ranks do not make, or that torch does not see
-  (``torch._foreach_*`` on entries of a state dict is one of these);
+  (such as ``torch._foreach_*`` on entries of a state dict);
 * after a write that torch does not see between a step of :class:`zerocast.optim.FusedAdamW` and the
-  next cast, which begins with the amaxes that the step has taken;
-* before a state dict is taken between a write that torch does not see and the next gather: ranks
+  next cast, which uses the amaxes of that step;
+* before taking a state dict between a write that torch does not see and the next gather: ranks
   without rows would save the recipe's state as if nothing had been written.
 
 Note: an average of the masters
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Masters are DTensors in high precision, so an exponential moving average is a dict of DTensors, each
-rank's its own rows, and is saved by ``torch.distributed.checkpoint``::
+Masters are DTensors in high precision. An exponential moving average is therefore a dict of
+DTensors, of which each rank holds its rows. Save it by ``torch.distributed.checkpoint``::
 
     def masters(model):
         names = dict(model.named_parameters())
@@ -60,14 +61,14 @@ rank's its own rows, and is saved by ``torch.distributed.checkpoint``::
     ...
     dcp.save({"model": model.state_dict(), "average": average}, checkpoint_id=path)
 
-To evaluate it keep clones of the masters, call ``model.load_state_dict(average, strict=False)``,
+To evaluate the average, clone the masters, call ``model.load_state_dict(average, strict=False)``,
 and load the clones afterwards. The state of delayed scaling and of stochastic rounding advances
-with the casts in between; if a run must resume as if there had been none, evaluate a second model.
+with the casts in between. If training must not be affected by them, evaluate a second model.
 
-precompute_scales_for_fsdp     casts all masters with one all-reduce, ahead of the gathers
-verify_gathers                 compares what ranks hold after their gathers
-mark_written                   lets the next gather of every master cast it
-report                         says what is gathered for each parameter, and why
+precompute_scales_for_fsdp     casts all masters with one all-reduce, before the gathers
+verify_gathers                 compares the gathered bytes between ranks
+mark_written                   makes the next gather of every master cast it
+report                         lists what is gathered for each parameter, and why
 """
 
 from zerocast.sharded.all_gather import LowBitAllGather

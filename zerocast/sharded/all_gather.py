@@ -1,15 +1,15 @@
-"""LowBitAllGather: casts one sharded master and makes the weight of what FSDP2 gathers.
+"""LowBitAllGather: casts one sharded master and builds the weight from what FSDP2 gathers.
 
-FSDP2 asks what to send (:func:`zerocast.sharded.casts.codes_to_send`) and hands over what was
-gathered (:meth:`LowBitAllGather.gathered_weight`). A :class:`zerocast.CastPlan` over the ranks that
-share the weight casts codes and scales into what this rank sends and nowhere else, so no rank holds
-whole ones while the weight is sharded. Before the cast ranks reduce the amaxes of tensors and of
-blocks that they cut ("Note: full and boundary" in :mod:`zerocast.cast.amax_buffers`).
+FSDP2 requests the tensors to send (:func:`zerocast.sharded.casts.codes_to_send`) and passes on the
+gathered ones (:meth:`LowBitAllGather.gathered_weight`). A :class:`zerocast.CastPlan` over the ranks
+that share the weight casts codes and scales directly into this rank's send buffers. No rank holds
+all codes while the weight is sharded. Before the cast, ranks reduce the amaxes of tensors and of
+blocks that span ranks ("Note: full and boundary" in :mod:`zerocast.cast.amax_buffers`).
 
 Under tensor parallelism a rank's weight is a shard of a larger one
-(:class:`zerocast.TensorParallelShard`), whose amaxes its ranks reduce, too. If FSDP2 does not shard
-it as well, there is nothing to gather, and the shard is cast where it is
-(:func:`zerocast.sharded.casts.kept_weight`).
+(:class:`zerocast.TensorParallelShard`), whose amaxes are also reduced over the tensor-parallel
+ranks. If FSDP2 does not shard it as well, nothing is gathered, and the shard is cast in place
+(:func:`zerocast.sharded.parallel_linear.kept_weight`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from zerocast.tensors.quantize import plain_master
 
 
 class CodesState(Enum):
-    """The states of a weight's codes on this rank, by the memory that they take beside the master.
+    """The memory that a weight's codes occupy on this rank, in addition to the master.
 
-    NONE: none. No cast has been made, so nothing is known of dtype, device and ranks.
-    CAST: codes and scales of this rank's rows. They were cast with others of an amax group, for a
-        gather that is still to come.
-    GATHERED: the same. FSDP2 gathers the whole codes from them, and frees those as it does other
+    NONE: no memory. No cast has been made, so dtype, device and ranks are unknown.
+    CAST: codes and scales of this rank's rows, cast with others of an amax group before the first
+        gather.
+    GATHERED: as CAST. FSDP2 gathers the whole codes from them, and frees those like other
         parameters.
-    KEPT: the same, and the whole codes, which stay: FSDP2 does not shard this weight.
+    KEPT: as CAST, plus the whole codes, permanently: FSDP2 does not shard this weight.
     """
 
     NONE = "none"
@@ -59,30 +59,30 @@ class CodesState(Enum):
 
 
 class LowBitAllGather:
-    """The cast and gather of one master, which all of its pieces (whole, shard, alias) share.
+    """The cast and gather of one master, shared by all of its pieces (whole, shard, alias).
 
     Args:
-        shape: [M, K] or that of a stack, of the whole weight, also if tensor parallelism splits it.
-        recipe: the scheme.
-        name: the weight's, for messages, and for the random bits of stochastic rounding.
-        state: the recipe's after earlier casts, if there were any.
-        for_linear: whether the weight is that of a :class:`zerocast.nn.Linear`, which multiplies by
-            codes. Any other module gets the value of the rowwise codes, as a plain tensor, and no
-            others are cast or gathered.
-        is_copy: whether ``state`` is that after a cast of the master elsewhere.
+        shape: [M, K] of the whole weight, or a stack's shape, even under tensor parallelism.
+        recipe: the quantization recipe.
+        name: the weight's name, for messages and for the random bits of stochastic rounding.
+        state: the recipe's state after earlier casts, if there were any.
+        for_linear: whether the weight belongs to a :class:`zerocast.nn.Linear`, which multiplies by
+            codes. Any other module gets the dequantized rowwise codes as a plain tensor, and only
+            rowwise codes are cast and gathered.
+        is_copy: whether ``state`` already includes the cast of the master, made elsewhere.
 
     Attributes:
-        state: by the names of :attr:`Recipe.state`, as the latest cast left it.
-        codes: which memory the codes take.
+        state: the state after the latest cast, by the names of :attr:`Recipe.state`.
+        codes: the memory that the codes occupy.
         cast_values: the values that were cast last.
-        is_gathered: whether FSDP2 has made shards of the master, which it gathers.
-        is_settled: whether the next gather need not ask all ranks if a cast is due.
+        is_gathered: whether FSDP2 has sharded the master, and gathers it.
+        is_settled: whether the next gather may skip asking all ranks if a cast is due.
         comm: the ranks that share :attr:`shards`.
-        kept: the whole weight; None but in :attr:`CodesState.KEPT`.
-        verify: the bytes that are compared between ranks after the first gather of each cast,
-            weight by weight, as FSDP2 gathers them.
-        cast_group: this, and those of its amax group that were cast with it.
-        latest: the plan of the latest cast, as long as it is kept, and all that it cast.
+        kept: the whole weight in :attr:`CodesState.KEPT`, else None.
+        verify: how ranks compare the weight after the first gather of each cast, one weight at a
+            time, in FSDP2's gather order.
+        cast_group: this gather, and those of its amax group that were cast with it.
+        latest: a weak reference to the plan of the latest cast, and all gathers that it cast.
     """
 
     verify: VerifyMode = "off"
@@ -116,8 +116,10 @@ class LowBitAllGather:
         self._gathered: int | None = None  # the cast whose codes the gathered weight holds
 
     def copy_for(self, master: torch.Tensor) -> LowBitAllGather:
-        """Return one for a copy of ``master``, without codes: its first cast makes those that
-        ``master`` has, or if either is written before, those that its next cast makes.
+        """Return a gather without codes for a copy of ``master``.
+
+        Its first cast gives the codes that ``master`` has, or those of the next cast of ``master``
+        if either is written before.
         """
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         is_copy = bool(state) and not self.is_due(master)
@@ -137,28 +139,26 @@ class LowBitAllGather:
 
     @property
     def is_found(self) -> bool:
-        """Whether :attr:`parameter` is known, and there."""
+        """Whether :attr:`parameter` was noted and still exists."""
         return self._parameter is not None and self._parameter() is not None
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The layer's parameter, as it was when it was last not gathered."""
+        """The layer's sharded parameter, as :meth:`find` noted it last."""
         parameter = None if self._parameter is None else self._parameter()
         assert parameter is not None, self.name
         return parameter
 
     @property
     def master(self) -> torch.Tensor:
-        """This rank's rows, where they are between two steps: under FSDP2's CPU offload on another
-        device than the codes.
+        """This rank's rows, where FSDP2 stores them. Under FSDP2's CPU offload their device is not
+        that of the codes.
         """
         return to_local(self.parameter).value  # type: ignore[attr-defined]
 
     @property
     def tp_shard(self) -> TensorParallelShard | None:
-        """The part of the weight that this rank holds, once FSDP2 has gathered it; None for all of
-        it.
-        """
+        """The part of the weight that this rank holds after FSDP2's gather; None if it is whole."""
         return tp_shard_of(self.name, self.parameter, is_fsdp_sharded=self.is_gathered)
 
     # --- the recipe's state ---
@@ -166,8 +166,10 @@ class LowBitAllGather:
     def load_state(
         self, state: Mapping[str, torch.Tensor], master: torch.Tensor, *, is_due: bool
     ) -> None:
-        """Resume from a ``state`` that :func:`zerocast.sharded.state.check_state` has found right:
-        that before the cast of ``master``, this rank's rows, where it ``is_due``, or after it.
+        """Resume from a ``state`` that :func:`zerocast.sharded.state.check_state` has accepted.
+
+        ``master`` are this rank's rows. ``state`` precedes their cast if ``is_due``, else follows
+        it.
         """
         for name, tensor in self.state.items():
             tensor.copy_(state[name])
@@ -177,23 +179,25 @@ class LowBitAllGather:
             self.cast_values.set_to(master, are_loaded=True)
 
     def is_due(self, master: torch.Tensor) -> bool:
-        """Say whether this rank has written ``master``, its rows, since the latest cast."""
+        """Return whether this rank has written ``master``, its rows, since the latest cast."""
         return master.is_meta or bool(self.cast_values.differ_from(master))  # meta: no value yet
 
     # --- before the all-gather ---
 
     @property
     def shards(self) -> AllGatherInput:
-        """The shards that the latest gather sends; there are none in :attr:`CodesState.NONE`."""
+        """The shards that this rank sends. They do not exist in :attr:`CodesState.NONE`."""
         assert self._shards is not None, self.name
         return self._shards
 
     def prepare(
         self, comm: Communicator, dtype: torch.dtype, device: torch.device, *, is_due: bool
     ) -> bool:
-        """Make ``shards`` for these ranks, this nominal dtype and device unless they are; return
-        whether they are to be filled, being new, or of another master than was loaded. ``is_due``
-        says whether the master was written since its latest cast, which is repeated otherwise.
+        """Make :attr:`shards` for these ranks, nominal dtype and device, if they differ from the
+        current ones. Return whether a cast must fill them: they are new, or the state was loaded.
+
+        ``is_due`` says whether the master was written since its latest cast. If not, the state is
+        rewound, so that the cast is repeated.
 
         Raises:
             InputError: if tensor-parallel shards begin or end inside a block.
@@ -233,8 +237,8 @@ class LowBitAllGather:
         plan: CastPlan,
         together: Sequence[LowBitAllGather],
     ) -> None:
-        """Note that the codes are those of the master now, as those of ``cast_group`` are, by
-        ``plan``, which cast all ``together``.
+        """Note that ``plan`` has cast this master and all others of ``together``, which include
+        ``cast_group``.
         """
         self.latest = weakref.ref(plan), together
         self.cast_group = [self, *(other for other in cast_group if other is not self)]
@@ -248,8 +252,8 @@ class LowBitAllGather:
     def gathered_weight(
         self, outputs: Sequence[torch.Tensor], shards: AllGatherInput
     ) -> tuple[QuantizedTensor, list[torch.Tensor]]:
-        """Return the weight around the gathered codes ``outputs``, and all other tensors that it is
-        made of, which FSDP2 frees and allocates as it does ``outputs``.
+        """Return the weight around the gathered codes ``outputs``, and its other tensors. FSDP2
+        frees and allocates those as it does ``outputs``.
         """
         shape, device = shards.storage.shape, shards.storage.device
         with torch.inference_mode(False):
@@ -269,7 +273,7 @@ class LowBitAllGather:
     def refill(
         self, weight: QuantizedStorage, outputs: Sequence[torch.Tensor], shards: AllGatherInput
     ) -> None:
-        """Fill a weight of :meth:`gathered_weight` from its ``outputs``, gathered once more."""
+        """Fill a weight of :meth:`gathered_weight` from ``outputs``, which were gathered again."""
         unchanged: tuple[torch.Tensor, ...] = ()
         if self._gathered != shards.casts:
             self._gathered = shards.casts
@@ -290,11 +294,11 @@ class LowBitAllGather:
             self._verified = shards.casts  # after an error the next gather is compared as well
 
     def _compare(self, weight: QuantizedStorage) -> None:
-        """Compare ``weight``, which has been gathered. Collective over the ranks that share it;
-        replicas of them (HSDP) are not compared with each other.
+        """Compare the gathered ``weight``. Collective over the ranks that share it; HSDP replicas
+        are not compared with each other.
 
         Raises:
-            VerificationError: on every rank, where one holds other bytes than were cast.
+            VerificationError: on every rank, if any rank holds bytes that differ from the cast.
         """
         shards, others = self.shards, self.cast_group[1:]
         whole, label = shards.storage, "together" if others else None
@@ -321,8 +325,8 @@ class LowBitAllGather:
         shards: AllGatherInput,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the value of the gathered codes ``outputs``, of the weight's shape and dtype: in
-        ``out``, if it was made before.
+        """Return the dequantized codes ``outputs``, of the weight's shape and dtype, in ``out`` if
+        it is given.
         """
         unchanged = () if out is None or self._gathered != shards.casts else (out,)
         value = self.gathered_weight(outputs, shards)[0].dequantize()
@@ -333,5 +337,5 @@ class LowBitAllGather:
 
 
 def gather_of(tensor: torch.Tensor) -> LowBitAllGather | None:
-    """Return the all-gather of a master, sharded or not; None for any other tensor."""
+    """Return the gather of a master, sharded or not; None for any other tensor."""
     return getattr(to_local(tensor), "low_bit_all_gather", None)

@@ -1,17 +1,17 @@
-"""AllGatherInput: what a rank keeps of a weight between casts, and sends in FSDP2's all-gathers.
+"""AllGatherInput: the codes and scales that a rank keeps between casts and sends to FSDP2.
 
-FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ones fewer or none, and
-gathers equal chunks: a rank with fewer rows fills up. If M does not divide by D it asks that what
-is sent present itself in the padded shape [ceil(M / D), K], also if an element is half a byte, and
-splits all that was gathered into rows of K bytes. So then a rank's chunk is rounded up until D of
-them are whole rows of bytes, which with 4-bit codes may leave some bytes unused between the chunks.
+FSDP2 gives each of D ranks ceil(M / D) rows of a weight [M, K], the last ranks fewer or none. It
+gathers equal chunks, so a rank with fewer rows pads. If D does not divide M, FSDP2 requires inputs
+of the padded shape [ceil(M / D), K], even if an element is half a byte. It then splits the gathered
+bytes into rows of K bytes, so the chunk of a rank is rounded up until D chunks are whole rows of
+bytes. With 4-bit codes this may leave unused bytes between the chunks.
 
-Of a stack [E, ..., M, K] the rows are the E entries of its first dimension.
+In a stack [E, ..., M, K] the rows are the E entries of the first dimension.
 
-Scales are sent beside the codes, as many by every rank as by the first one, which has most. If a
-block has more rows than a rank, every rank makes all scales of the plane, and none is sent: parts
-of equal size would be sent for blocks that few ranks own, for columns that have one scale each
-(row-wise FP8) one for each column and rank.
+Scales are sent beside the codes. Every rank sends as many as the first one, which has the most. If
+a block has more rows than a rank, every rank computes all scales of the plane, and none are sent:
+the parts, of equal size, would be sent for blocks that few ranks own. For columns with one scale
+each (row-wise FP8) that would be one scale per column and rank.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from zerocast.tensors import TensorParallelShard
 from zerocast.tensors.owned_shard import OwnedShard, owned_blocks
 
 _ALIGNMENT = 16
-"""Bytes: what a kernel stores at once."""
+"""The size in bytes of one vector store of a kernel."""
 
 
 class AllGatherInput:
-    """The codes and scales of this rank's rows of one weight, or tensor-parallel shard.
+    """The codes and scales of this rank's rows of one weight, or of one tensor-parallel shard.
 
     Args:
-        shape: the shape of the weight that a gather gives a rank.
-        dtype: the nominal dtype of that.
-        recipe: the scheme.
-        state: the recipe's.
+        shape: the shape of the gathered weight.
+        dtype: its nominal dtype.
+        recipe: the quantization recipe.
+        state: the recipe's state.
         world_size: the number of ranks that share the weight.
-        rank: this rank's place among them.
-        device: where codes and scales are.
+        rank: this rank's index among them.
+        device: the device of codes and scales.
         columnwise: whether the gathered weight has a columnwise copy.
-        tp_shard: the part of a larger weight that it is; None for all of it.
+        tp_shard: the part of a larger weight that it is; None if it is whole.
 
     Attributes:
-        extents: by rank the elements of its rows.
-        storage: what this rank casts, in the memory that it sends.
-        sent: by gathered plane, uint8: the codes that this rank sends.
+        extents: the elements of each rank's rows.
+        storage: the cast destination, in the memory that is sent.
+        sent: the codes that this rank sends, uint8, by gathered plane.
         casts: the number of casts.
     """
 
@@ -77,7 +77,7 @@ class AllGatherInput:
         self._code_sizes = [last - first for first, last in bounds]
         form = Form(recipe, shape, columnwise=columnwise)
         self.sent = {name: self._room(self._code_sizes[0], device) for name in form.gathered}
-        # By plane whose scales are sent, where they begin and their bytes by rank.
+        # The byte offset, and the bytes by rank, of each plane whose scales are sent.
         self._scale_parts: dict[str, tuple[int, list[int]]] = {}
         end, itemsize = 0, recipe.numerics.scale_dtype.itemsize
         for plane in form.planes_by_block:
@@ -97,7 +97,7 @@ class AllGatherInput:
         )  # fmt: skip
 
     def _room(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return memory of ``size``, rounded up to what FSDP2 takes as one tensor of a rank."""
+        """Return ``size`` bytes, rounded up to a size that FSDP2 accepts from one rank."""
         row_numel = self._padded_shape[1:].numel()
         common = math.gcd(row_numel, len(self.extents))
         size = size if self._is_even else round_up(size, row_numel // common)
@@ -105,27 +105,25 @@ class AllGatherInput:
 
     @property
     def owners(self) -> list[tuple[int, Extent]]:
-        """The ranks that have elements, ascending, and which."""
+        """The ranks that have elements, in ascending order, with their extents."""
         return [(rank, extent) for rank, extent in enumerate(self.extents) if extent]
 
     @property
     def flat(self) -> list[torch.Tensor]:
-        """The tensors that this rank sends, each flat: codes plane by plane, and scales, if it
-        sends any.
-        """
+        """The flat tensors that this rank sends: codes by plane, then scales if any are sent."""
         return [*self.sent.values(), *([self._sent_scales] if self._sent_scales.numel() else [])]
 
     @property
     def padded(self) -> tuple[torch.Tensor, ...]:
-        """The same in the shape in which FSDP2 takes them."""
+        """The tensors of :attr:`flat` in the shape that FSDP2 requires."""
         if self._is_even:
             return tuple(self.flat)
         return tuple(PaddedCodes(each, self._padded_shape) for each in self.flat)
 
     @property
     def reduced_amaxes(self) -> int:
-        """The number of amaxes of blocks that ranks reduce before a cast: those of blocks that they
-        cut, and of planes whose scales every rank makes.
+        """The number of block amaxes that ranks reduce before a cast: those of blocks that span
+        ranks, and those of planes whose scales every rank computes.
         """
         form, count = self.storage.form, 0
         bounds = [[[each.start, each.end]] for each in self.extents]
@@ -133,7 +131,7 @@ class AllGatherInput:
         for plane in form.planes_by_block:
             if plane.name not in self._scale_parts:
                 count += form.num_matrices * plane.grid.num_blocks
-            elif not form.stack:  # whose matrices are whole
+            elif not form.stack:  # ranks hold whole matrices of a stack
                 count += CutBlocks([(0, plane.grid)], owners).count
         return count
 
@@ -141,19 +139,19 @@ class AllGatherInput:
 
     @property
     def _has_gaps(self) -> bool:
-        """Whether what is gathered is not the codes as they lie in a weight."""
+        """Whether the gathered chunks have padding, so that they are not contiguous codes."""
         return any(codes.numel() > self._code_sizes[0] for codes in self.sent.values())
 
     def views(self, outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, by plane, the codes that were gathered as they lie in a weight."""
+        """Return views of the gathered codes by plane, where they are contiguous as in a weight."""
         if self._has_gaps:
             return {}
         size = sum(self._code_sizes)
-        # On one rank FSDP2 hands over the first plane alone.
+        # On one rank FSDP2 passes the first plane only.
         return {p: out.view(-1)[:size] for p, out in zip(self.sent, outputs, strict=False)}
 
     def store_codes(self, outputs: Sequence[torch.Tensor], weight: Buffers) -> None:
-        """Copy the planes for which there is no view from what was gathered into ``weight``."""
+        """Copy the gathered planes that have no view into ``weight``."""
         for i, (plane, own) in enumerate(self.sent.items()):
             if i < len(outputs) and not self._has_gaps:
                 continue
@@ -163,7 +161,7 @@ class AllGatherInput:
                 place.copy_(codes[:size])
 
     def whole_scales(self, outputs: Sequence[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-        """Return, by matrix and plane, the scales of all blocks, from what was gathered."""
+        """Return the gathered scales of all blocks, by matrix and plane."""
         storage = self.storage
         whole = {name: own.entries for name, own in storage.own_scales.items()}
         for name, (start, sizes) in self._scale_parts.items():
@@ -178,9 +176,7 @@ class AllGatherInput:
 
 
 class PaddedCodes(torch.Tensor):
-    """Codes, or scales, that present themselves in the shape of the padded rows; flat they are
-    bytes.
-    """
+    """Codes or scales that have the shape of the padded rows, and flatten to bytes."""
 
     codes: torch.Tensor
 

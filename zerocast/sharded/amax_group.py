@@ -10,28 +10,27 @@ from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.placement import is_sharded
 
 CastGroup: TypeAlias = Sequence[LowBitAllGather]
-"""Weights that are cast together: one, or those of an amax group."""
+"""The weights that are cast together: a single one, or those of an amax group."""
 
 
 class AmaxGroup:
     """Layers whose masters share one tensor amax, and are therefore cast together.
 
-    FSDP2 gathers one parameter after the other, and a shared amax takes all of them. So the first
-    of a group that is gathered while a cast is due casts them all: every rank has its rows of each
-    then, because FSDP2 shards its parameters between a step and the gathers that follow. The
-    others find their codes made. It follows that the members of a group are sharded over the same
-    ranks and gathered in one dtype, in one FSDP module or in several.
+    FSDP2 gathers parameters one by one, but a shared amax needs all of them. So when a cast is due,
+    the first gathered weight of a group casts all: every rank then has its rows of each, because
+    FSDP2 shards its parameters between a step and the next gathers. The other gathers reuse these
+    codes. Therefore the members of a group must be sharded over the same ranks and gathered in one
+    dtype, in one FSDP module or in several.
 
-    A group is known by its layers, and a layer knows its group, so copies of a model have groups of
-    their own.
+    A group refers to its layers and each layer to its group, so copying a model copies its groups.
 
     Args:
-        dissolves: whether the group ends, and nothing is raised, where its layers are not sharded
-            or gathered alike, because nobody has named it.
+        dissolves: whether the group ends, instead of raising, if its layers are not sharded or
+            gathered alike. This is for groups that the user has not named.
 
     Attributes:
         dissolves: as given.
-        layers: one for each weight.
+        layers: one layer for each weight.
     """
 
     def __init__(self, *, dissolves: bool = False) -> None:
@@ -40,16 +39,15 @@ class AmaxGroup:
         self._members: dict[int, LowBitAllGather] = {}  # by place in layers
 
     def members(self) -> CastGroup:
-        """Return the all-gather of each weight; none if the group has dissolved.
+        """Return the gather of each weight; an empty list if the group has dissolved.
 
         Raises:
-            InputError: if the weights are not sharded alike. The ranks that share them find the
-                same.
+            InputError: on all ranks that share them, if the weights are not sharded alike.
         """
         for i, layer in enumerate(self.layers):
             weight = layer.weight
             assert isinstance(weight, torch.Tensor)
-            if (gather := gather_of(weight)) is not None:  # else gathered now, and found before
+            if (gather := gather_of(weight)) is not None:  # else it is gathered, and was noted
                 gather.find(weight)
                 self._members[i] = gather
         members = [self._members[i] for i in range(len(self.layers))]
@@ -80,5 +78,5 @@ class AmaxGroup:
 
 
 def _placement(weight: torch.Tensor) -> object:
-    """Return over which ranks a weight is sharded, and how; None if it is not."""
+    """Return the mesh and the placements of a sharded weight; None if it is not sharded."""
     return (weight.device_mesh, weight.placements) if is_sharded(weight) else None

@@ -1,21 +1,22 @@
 """Casts masters: decides which are cast together and when, and keeps the plans that cast them.
 
-Most masters are cast alone, when they are gathered. Those of an amax group share one tensor amax,
-for which a cast needs them all: they are one cast group, and are cast together as soon as one of
-them is due. :func:`precompute_scales_for_fsdp` casts many groups with one plan.
+Most masters are cast alone, when they are gathered. Masters of an amax group share one tensor amax,
+so a cast needs all of them. They form one cast group, and are cast together as soon as one of them
+is due. :func:`precompute_scales_for_fsdp` casts many groups with one plan.
 
 Note: one cast for one value
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A weight may be gathered several times between two steps of the optimizer: in the forward, again in
-the backward, for every microbatch. The codes are those of one cast, so a recipe's state advances
-once and the backward multiplies by what the forward did. A cast is due if any rank has written its
-rows since the latest one, whether torch saw that or not (:class:`zerocast.sharded.state.
-CastValues`), so the ranks ask each other by one small all-reduce. They do not ask
+A weight may be gathered several times between two optimizer steps: in the forward, in the backward,
+and for every microbatch. All these gathers send the codes of one cast. So the recipe's state
+advances once, and the backward uses the same weight as the forward. A cast is due if any rank has
+written its rows since the latest one, whether torch saw the write or not
+(:class:`zerocast.sharded.state.CastValues`). The ranks determine this by one small all-reduce,
+which they skip
 
-* inside a backward, which gathers what its forward did;
-* the first time after a cast that was not the gather's own: that of another weight of its amax
-  group, or of :func:`precompute_scales_for_fsdp`. Only a rank on which torch sees a write asks
-  then, so all ranks must have made that write.
+* inside a backward, which gathers the codes of its forward;
+* once after a cast that this gather did not make: that of another weight of its amax group, or of
+  :func:`precompute_scales_for_fsdp`. A rank on which torch sees a write still enters the
+  all-reduce, so all ranks must have made that write.
 """
 
 import itertools
@@ -35,14 +36,14 @@ from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.quantize import plain_master
 
 _KEY = "sharded"
-"""Tells plans of this module from others of the same weights."""
+"""The key of this module's plans in the plan cache."""
 
 
 def cast_group_of(
     layer: torch.nn.Module, weight: torch.Tensor, dtype: torch.dtype | None = None
 ) -> CastGroup:
-    """Return what is cast with ``weight``, a DTensor of master rows, of ``layer``: it alone, or all
-    of its amax group. A group that dissolves does so if it was cast for another ``dtype``.
+    """Return what is cast with ``weight``, a DTensor of master rows of ``layer``: itself, or its
+    amax group. A group with ``dissolves`` is dissolved if it was cast for another ``dtype``.
     """
     gather = gather_of(weight)
     assert gather is not None
@@ -62,12 +63,12 @@ def cast_group_of(
 def _written_groups(
     cast_groups: Sequence[CastGroup], comms: Sequence[Communicator], device: torch.device
 ) -> list[bool]:
-    """Say of each group whether any rank has written one of its masters since their latest cast,
+    """Return for each group whether any rank has written one of its masters since the latest cast,
     seen by torch or not.
 
-    Collective over ``comms``, for each group the ranks that share its weights, and over those that
-    hold tensor-parallel shards of them: one small all-reduce for each of these communicators, on
-    the ``device`` of the codes.
+    Collective over ``comms``, the ranks that share each group's weights, and over the ranks that
+    hold tensor-parallel shards of them. It costs one small all-reduce for each of these
+    communicators, on the ``device`` of the codes.
     """
     votes = torch.stack([_vote(cast_group, device) for cast_group in cast_groups])
     tp_comms = [
@@ -92,8 +93,8 @@ def _vote(cast_group: CastGroup, device: torch.device) -> torch.Tensor:
 def _is_due_anywhere(
     gather: LowBitAllGather, cast_group: CastGroup, comm: Communicator, device: torch.device
 ) -> bool:
-    """Say whether any rank of ``comm``, or of tensor parallelism, has written a master of
-    ``cast_group`` since its latest cast; see the note above on when they are asked.
+    """Return whether any rank of ``comm``, or of tensor parallelism, has written a master of
+    ``cast_group`` since its latest cast. The note above says when the ranks communicate.
     """
     is_settled, gather.is_settled = gather.is_settled, False
     is_due = True
@@ -110,9 +111,9 @@ def _is_due_anywhere(
 
 def _run_casts(cast_groups: Sequence[CastGroup], number: int = 0) -> None:
     """Cast these weights in step ``number``, from this rank's rows of each. Collective: one
-    all-reduce for each communicator, and what a new plan needs.
+    all-reduce for each communicator, and those of making a new plan.
 
-    All have been prepared for a gather, on one device.
+    All weights must be prepared for a gather, on one device.
     """
     gathers = list(itertools.chain(*cast_groups))
     storages = [gather.shards.storage for gather in gathers]
@@ -153,22 +154,23 @@ def codes_to_send(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[tuple[torch.Tensor, ...], AllGatherInput]:
-    """Return what this rank sends of its rows of one weight, cast if a cast is due, and what the
-    ranks know besides. Collective over ``group``, and over that of tensor parallelism.
+    """Return the tensors that this rank sends for one weight, and their :class:`AllGatherInput`.
+
+    Cast first if a cast is due. Collective over ``group``, and over the tensor-parallel ranks.
 
     Args:
         gather: the gather of the weight.
         cast_group: the weight, and those that are cast with it.
         group: the ranks that share them.
-        dtype: the nominal one.
-        device: where the codes are; masters elsewhere are moved there for the cast.
+        dtype: the nominal dtype.
+        device: the device of the codes; masters elsewhere are moved there for the cast.
 
     Raises:
         InputError: on every rank, if tensor-parallel shards begin or end inside a block, or if the
             group was cast for a gather in another dtype.
     """
     comm = as_communicator(group)
-    with torch.inference_mode(False), announcing([comm]):  # buffers are for any mode
+    with torch.inference_mode(False), announcing([comm]):  # so buffers work in any mode
         _check_dtype(gather, cast_group, dtype)
         is_due = _is_due_anywhere(gather, cast_group, comm, device)
         new = [member.prepare(comm, dtype, device, is_due=is_due) for member in cast_group]
@@ -180,12 +182,14 @@ def codes_to_send(
 
 
 def _is_cast_for_another(gather: LowBitAllGather, dtype: torch.dtype) -> bool:
-    """Whether others of its group had this weight cast for a gather in another dtype."""
+    """Return whether its group had this weight cast for a gather in another dtype."""
     return gather.codes is CodesState.CAST and gather.shards.storage.dtype != dtype
 
 
 def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:
-    """Raise if a weight is cast for another dtype; FSDP2 says the same on every rank."""
+    """Raise :class:`InputError` if the weight was cast for another dtype. FSDP2 passes the same
+    dtype on every rank.
+    """
     if len(cast_group) == 1 or not _is_cast_for_another(gather, dtype):
         return
     others = ", ".join(member.name for member in cast_group if member is not gather)
@@ -197,7 +201,7 @@ def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dt
     )
 
 
-# --- what a caller says who has written masters ---
+# --- calls of code that has written masters ---
 
 
 @torch.no_grad()
@@ -206,26 +210,28 @@ def precompute_scales_for_fsdp(
 ) -> None:
     """Cast all masters of ``model`` with one all-reduce.
 
-    Call it after ``optimizer.step()``, whoever wrote the masters. The next all-gather of each sends
-    the codes that it made. It is never needed: without it each parameter is cast when it is
-    gathered after a write, with a separate small all-reduce and one more to find out, to the same
-    bytes. Collective over the ranks that shard the model, and like ``optimizer.step()`` it leaves
-    the parameters sharded. Under tensor parallelism there is one all-reduce more, over the ranks
-    that hold shards of a weight; if it alone distributes the model, that is the only one.
+    Call it after ``optimizer.step()``, or after any other write of the masters. The next all-gather
+    of each master sends the resulting codes. The call is optional: without it each gather after a
+    write casts its parameter to the same bytes. That costs one small all-reduce for the cast and
+    one to detect the write, per parameter.
 
-    A parameter that no forward has gathered yet waits for its first gather, whose dtype decides.
+    Collective over the ranks that shard the model. It leaves the parameters sharded, like
+    ``optimizer.step()``. Under tensor parallelism there is one more all-reduce, over the ranks that
+    hold shards of a weight. Without FSDP2 sharding that is the only one.
+
+    A parameter that no forward has gathered yet is cast at its first gather, which sets its dtype.
 
     Args:
-        model: converted with ``weights="master"`` and sharded by
-            ``torch.distributed.fsdp.fully_shard``, or a module around such.
-        only_written: leave out masters that no rank has written since their latest cast, such as
-            frozen ones, for one more all-reduce. Without it the recipe's state of a master (delayed
-            scaling, stochastic rounding) advances, written or not.
-        number: the caller's number of the step, 0 or more, for ranks to compare.
+        model: a module converted with ``weights="master"`` and sharded by
+            ``torch.distributed.fsdp.fully_shard``, or a module that contains such.
+        only_written: whether to skip masters that no rank has written since their latest cast, such
+            as frozen ones, at the cost of one more all-reduce. Otherwise the recipe's state of
+            every master (delayed scaling, stochastic rounding) advances.
+        number: the caller's step number, 0 or more, which ranks compare.
 
     Raises:
         InputError: if no parameter is all-gathered in codes.
-        RankMismatchError: on every rank of a CPU, where ranks' numbers differ.
+        RankMismatchError: on every rank, on CPU only, if the ranks' numbers differ.
     """
     found = _cast_groups("precompute_scales_for_fsdp", model)
     cast_groups = [group for group in found if all(g.codes is not CodesState.NONE for g in group)]
@@ -239,20 +245,20 @@ def precompute_scales_for_fsdp(
     if due:
         _run_casts(due, number or 0)
     for cast_group in due if len(due) > 1 else ():
-        # This plan casts from now on, so that of the group alone gives its memory back.
+        # This plan replaces the plan of the group alone, whose memory is released.
         drop_plan([gather.shards.storage for gather in cast_group], _KEY)
     for gather in itertools.chain(*cast_groups):
         gather.is_settled = True
 
 
 def mark_written(model: torch.nn.Module) -> None:
-    """Let the next all-gather of every master of ``model``, or the next
-    :func:`precompute_scales_for_fsdp`, cast it.
+    """Make the next all-gather or :func:`precompute_scales_for_fsdp` cast every master of
+    ``model``.
 
-    For code that writes masters where torch does not see it, by their addresses say, between
-    :func:`precompute_scales_for_fsdp` and the next forward; at any other time a gather finds such
-    writes itself. All ranks that shard the model call it; nothing is communicated, and like
-    ``optimizer.step()`` it leaves the parameters sharded.
+    Call it after writes that torch does not see, such as writes by address, between
+    :func:`precompute_scales_for_fsdp` and the next forward. At other times a gather detects such
+    writes. Call it on all ranks that shard the model. It does not communicate, and leaves the
+    parameters sharded, like ``optimizer.step()``.
 
     Args:
         model: as for :func:`precompute_scales_for_fsdp`.
@@ -265,9 +271,10 @@ def mark_written(model: torch.nn.Module) -> None:
 
 
 def verify_gathers(model: torch.nn.Module, mode: VerifyMode) -> None:
-    """Compare what ranks hold after the first gather of each cast, from now on. A difference raises
-    :class:`zerocast.VerificationError` on every rank that shards the weight. Call it on every rank;
-    like ``optimizer.step()`` it leaves the parameters sharded.
+    """From now on, compare the weights between ranks after the first gather of each cast.
+
+    A difference raises :class:`zerocast.VerificationError` on every rank that shards the weight.
+    Call it on every rank. It leaves the parameters sharded, like ``optimizer.step()``.
 
     Args:
         model: as for :func:`precompute_scales_for_fsdp`.
@@ -282,10 +289,10 @@ def verify_gathers(model: torch.nn.Module, mode: VerifyMode) -> None:
 
 
 def _cast_groups(function: str, model: torch.nn.Module) -> list[CastGroup]:
-    """Reshard ``model`` and return its masters, those of an amax group together.
+    """Reshard ``model`` and return the cast groups of its masters.
 
     Raises:
-        InputError: if there are none; ``function`` is the public one that needs some.
+        InputError: if there are no masters; it names ``function``, the public caller.
     """
     reshard(model)
     cast_groups: dict[LowBitAllGather, CastGroup] = {}  # by the first weight of each

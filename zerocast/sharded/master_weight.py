@@ -1,14 +1,13 @@
 """MasterWeight: a parameter in high precision that FSDP2 all-gathers in codes.
 
-It is a tensor of the master's values, which optimizers, initialisation and checkpoints read and
-write like any other; FSDP2 shards it by rows. It differs from a plain tensor in two ways. It has
-the two methods by which FSDP2 asks a tensor what to send and what to make of what was gathered, and
-every piece of it (a shard, an alias, the same rows on another device) knows the
-:class:`LowBitAllGather` of the whole.
+Optimizers, initialization and checkpoints read and write it like any other tensor, and FSDP2 shards
+it by rows. It differs from a plain tensor in two ways. It has FSDP2's two extension methods,
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every piece of it (a shard, an alias, the same
+rows on another device) refers to the :class:`LowBitAllGather` of the whole.
 
-Views of it are pieces of it, so that a write through any of them is seen; everything else that is
-computed from it is a plain tensor. It cannot be an operand of a product: a layer whose weight was
-not gathered would work in high precision although codes were asked for.
+A view of it is again a MasterWeight, so that writes through views are detected. Any other result
+is a plain tensor. It cannot be an operand of a product: otherwise a layer whose weight was not
+gathered would silently compute in high precision.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _COPIES = {
     aten.clone.default, aten.empty_like.default, aten.new_zeros.default, aten._to_copy.default,
     aten._pin_memory.default,
 }  # fmt: skip
-"""The operations, beside views, whose results are masters again: FSDP2 and ``Module`` make
-parameters from parameters by them."""
+"""The operations, in addition to views, whose results are masters. FSDP2 and ``Module`` use them to
+make parameters from parameters."""
 
 _VALUES = _COPIES - {aten.empty_like.default, aten.new_zeros.default}
-"""Those of them whose results have the same values, in other memory or on another device."""
+"""The operations of :data:`_COPIES` whose results have the same values."""
 
 _PRODUCTS = {
     aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.t.default,
@@ -53,18 +52,19 @@ _PRODUCTS = {
 
 
 class MasterWeight(torch.Tensor):
-    """A master, whole or in part; made by :func:`zerocast.nn.convert` with ``weights="master"``.
+    """A whole master or a piece of one. :func:`zerocast.nn.convert` with ``weights="master"`` makes
+    it.
 
     Attributes:
         value: the plain tensor of the same shape, dtype and device.
-        low_bit_all_gather: the gather of the whole weight; all pieces share it.
+        low_bit_all_gather: the gather of the whole weight, which all pieces share.
     """
 
     value: torch.Tensor
     low_bit_all_gather: LowBitAllGather
 
-    # Torch's functions are not intercepted, only the operations below them: results would be
-    # wrapped a second time, and torch.compile would give up.
+    # Only operations are intercepted, not torch functions: those would wrap results a second time,
+    # and torch.compile could not trace them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -109,7 +109,7 @@ class MasterWeight(torch.Tensor):
                 gather.cast_values.written(master.value)
         return first if written and isinstance(out, torch.Tensor) else out
 
-    # --- what FSDP2 asks for ---
+    # --- FSDP2's extension methods ---
 
     def fsdp_pre_all_gather(
         self,
@@ -119,11 +119,11 @@ class MasterWeight(torch.Tensor):
         module: torch.nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], AllGatherInput]:
-        """Return what this rank sends of its rows.
+        """Return the tensors that this rank sends, and their metadata.
 
         Raises:
-            UnsupportedError: on every rank, at the first gather, for what cannot be gathered in
-                codes.
+            UnsupportedError: on every rank, at the first gather, if the weight cannot be gathered
+                in codes.
         """
         gather = self.low_bit_all_gather
         # This is a shard of the parameter, or a copy of one on the device of the gather.
@@ -146,8 +146,9 @@ class MasterWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """Make the weight of what all ranks sent, or its value if it is of no linear layer; in
-        ``out``, if it was made before.
+        """Return the gathered weight and its other tensors, or write it into ``out`` if given.
+
+        Outside linear layers the weight is its dequantized value.
         """
         gather = self.low_bit_all_gather
         if not gather.for_linear:
@@ -161,12 +162,12 @@ class MasterWeight(torch.Tensor):
         gather.refill(weight.quantized_storage, all_gather_outputs, metadata)
         return None
 
-    # --- what torch answers from memory, which a wrapper does not have ---
+    # --- attributes that torch reads from memory, which a wrapper does not have ---
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias without a gradient. A tensor that is assigned to it takes the place of
-        ``value``, in its own dtype.
+        """An alias without a gradient. Assigning a tensor replaces ``value``, and may change the
+        dtype.
         """
         return self.detach()
 
@@ -183,7 +184,7 @@ class MasterWeight(torch.Tensor):
         self.value = value
 
     def data_ptr(self) -> int:
-        """Return the address of ``value``: wrappers recognise a parameter by it."""
+        """Return the address of ``value``, by which wrappers recognize a parameter."""
         return self.value.data_ptr()
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -212,8 +213,8 @@ class MasterWeight(torch.Tensor):
         return restore, (self.value, gather, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, Recipe]]:
-        """Leave the gather out: what torch.compile compiles for one master is then used for all
-        masters alike, so its results are pieces of none.
+        """Return the parts without the gather, so that all masters share what torch.compile
+        compiles. Its results are therefore not pieces of any master.
         """
         return ["value"], (self.low_bit_all_gather.shape, self.low_bit_all_gather.recipe)
 
@@ -230,10 +231,10 @@ class MasterWeight(torch.Tensor):
 def restore(
     value: torch.Tensor, gather: LowBitAllGather, requires_grad: bool, is_parameter: bool
 ) -> MasterWeight:
-    """Make a master around ``value``, for unpickling and deepcopy.
+    """Return a master around ``value``, for unpickling and deepcopy.
 
     Raises:
-        InputError: if they are not a plain tensor in high precision and a gather.
+        InputError: if ``value`` is not a plain FP32, BF16 or FP16 tensor, or ``gather`` is invalid.
     """
     if (
         not isinstance(value, torch.Tensor)
@@ -256,8 +257,8 @@ def restore(
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a master as a plain tensor of the same memory, sharded as it is; any other tensor as
-    it is.
+    """Return a master as a plain tensor of the same memory and sharding; any other tensor
+    unchanged.
     """
     local = to_local(tensor)
     if not isinstance(local, MasterWeight):
@@ -267,8 +268,8 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which takes the place of ``master``, as a master of the same gather,
-    sharded as ``tensor`` is; as it is if it is a master already, or ``master`` is none.
+    """Return ``tensor``, which replaces ``master``, as a master of the same gather, with the
+    sharding of ``tensor``. Return it unchanged if it is a master, or ``master`` is not one.
     """
     gather = gather_of(master)
     if gather is None or gather_of(tensor) is not None:
@@ -277,9 +278,7 @@ def as_master_like(master: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def not_gathered(name: str) -> UnsupportedError:
-    """Return the error of a product with a weight that should have been gathered in codes and was
-    not.
-    """
+    """Return the error for a product with a weight that FSDP2 should have gathered in codes."""
     return UnsupportedError(
         f"{name} was to be all-gathered in codes before its layer runs, and FSDP2 has not gathered "
         f"it; call torch.distributed.fsdp.fully_shard on the layer or a module around it, without "
@@ -291,8 +290,8 @@ def not_gathered(name: str) -> UnsupportedError:
 
 
 def _piece(func: Any, master: MasterWeight, value: torch.Tensor) -> MasterWeight:
-    """Wrap what ``func`` made of ``master``; a view of all of it is wrapped around the same tensor,
-    whose version torch counts.
+    """Wrap ``value``, the result of ``func`` on ``master``. A view of the whole is wrapped around
+    the same tensor, so that they share torch's version counter.
     """
     whole = master.value
     places = [(t.shape, t.stride(), t.storage_offset()) for t in (value, whole)]
@@ -302,11 +301,11 @@ def _piece(func: Any, master: MasterWeight, value: torch.Tensor) -> MasterWeight
 
 
 def _note_shard(master: MasterWeight, shape: Sequence[int]) -> None:
-    """Note that FSDP2 makes memory for its shard of ``master``. Beside it only DTensor makes
-    masters by ``new_zeros``, and those have no elements.
+    """Note that FSDP2 allocates its shard of ``master``. Only DTensor also calls ``new_zeros`` on
+    masters, for tensors without elements.
 
     Raises:
-        UnsupportedError: if it shards by columns.
+        UnsupportedError: if FSDP2 shards another dimension than the rows.
     """
     sizes = list(zip(shape, master.shape, strict=False))[1:]
     dims = [dim for dim, (own, whole) in enumerate(sizes, 1) if own != whole]

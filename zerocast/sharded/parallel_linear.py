@@ -1,9 +1,8 @@
-"""resolve: finds the operand and the placements for the forward of a linear layer whose weight is
-distributed.
+"""resolve: returns the forward of a linear layer whose weight is distributed.
 
-FSDP2 gives a layer the codes that it has gathered, as a weight like any other. Under tensor
-parallelism the weight is a DTensor. A rank multiplies what it holds of input and weight as if that
-were all, by the products of any other layer; how the result is placed follows from the placements:
+FSDP2 gives a layer its gathered codes as an ordinary weight. Under tensor parallelism the weight is
+a DTensor. Each rank multiplies its local input by its local weight, as any other layer does. The
+placement of the result follows from the placements of the operands:
 
     weight      input       output      gradient of input, weight
     Shard(0)    Replicate   Shard(-1)   Partial, Shard(0)             ``ColwiseParallel``
@@ -11,13 +10,13 @@ were all, by the products of any other layer; how the result is placed follows f
     Replicate   Replicate   Replicate   Replicate, Replicate
     Replicate   Shard(d)    Shard(d)    Shard(d), Partial             d is not the last dimension
 
-An input that is placed otherwise is redistributed first. Placements are torch's, and so are the
-styles that make them, which also say what happens to input and output around the layer.
+An input with another placement is redistributed first. Placements and parallel styles are torch's;
+the styles also define how input and output are converted around the layer.
 
 The codes of a tensor-parallel shard are those of the whole weight's cast
 (:class:`zerocast.tensors.TensorParallelShard`). A master that FSDP2 does not gather is cast by the
-layer (:class:`CastMaster`). Each rank quantizes what it holds of inputs and gradients, as under
-data parallelism.
+layer (:class:`CastMaster`). Each rank quantizes its local inputs and gradients, as under data
+parallelism.
 """
 
 from __future__ import annotations
@@ -40,18 +39,19 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 Multiply: TypeAlias = Callable[..., torch.Tensor]
-"""``(input, weight, bias, tp_shard=...)``: the product of what this rank holds."""
+"""``(input, weight, bias, tp_shard=...)``: returns the product of this rank's local tensors."""
 
 DistributedLinear: TypeAlias = Callable[[torch.Tensor, Multiply], "DTensor"]
 
 
 def resolve(layer: Any) -> DistributedLinear | None:
-    """Say what the forward of ``layer``, a :class:`zerocast.nn.Linear`, multiplies by: None for its
-    weight as it is, whole on this rank; else a function of the input and of ``multiply``, which
-    gives the product of what this rank holds.
+    """Return the distributed forward of ``layer``, a :class:`zerocast.nn.Linear`.
+
+    It is None if this rank holds the whole weight, which the layer uses unchanged. Otherwise it is
+    a function of the input and of ``multiply``, which computes the local product.
 
     Raises:
-        UnsupportedError: if the weight was to be gathered in codes and is not.
+        UnsupportedError: if the weight should have been gathered in codes and is not.
     """
     weight = layer.weight
     if not is_sharded(weight):
@@ -64,7 +64,7 @@ def resolve(layer: Any) -> DistributedLinear | None:
     has_codes = isinstance(local, QuantizedTensor) if gather is None else not gather.is_gathered
     if layer.low_bit_all_gather and not has_codes:
         raise not_gathered(layer.name)
-    # torch.compile can neither trace that cast nor have masters in a graph.
+    # torch.compile can neither trace that cast nor represent masters in a graph.
     run = parallel_linear if gather is None else torch._disable_dynamo(parallel_linear)
     return functools.partial(run, layer)
 
@@ -73,8 +73,8 @@ class CastMaster(torch.autograd.Function):
     """``CastMaster.apply(master, cast_group)``: the codes of a :class:`MasterWeight` [M, K] that
     FSDP2 does not gather; the gradient passes through unchanged (straight-through).
 
-    They are cast once for each value of the master, and ahead of the forward if
-    :func:`precompute_scales_for_fsdp` is called.
+    The codes are cast once for each value of the master, or before the forward by
+    :func:`precompute_scales_for_fsdp`.
     """
 
     @staticmethod
@@ -87,8 +87,8 @@ class CastMaster(torch.autograd.Function):
 
 
 def kept_weight(master: torch.Tensor, cast_group: CastGroup) -> QuantizedTensor:
-    """Return the weight of ``master``, which FSDP2 does not shard, in its dtype; cast with its
-    group if a cast is due. Collective over the group of tensor parallelism.
+    """Return the weight of ``master``, which FSDP2 does not shard, in the master's dtype. Cast it
+    with its group if a cast is due. Collective over the tensor-parallel ranks.
     """
     gather = gather_of(master)
     assert gather is not None
@@ -114,8 +114,8 @@ def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTen
     """Return ``input @ weight.T + bias``, [..., K] -> [..., M], of DTensors on one mesh.
 
     Raises:
-        InputError: for an input that is not a DTensor on the weight's mesh.
-        UnsupportedError: for a weight that is split otherwise than by rows or by columns.
+        InputError: if the input is not a DTensor on the weight's mesh.
+        UnsupportedError: if the weight is split other than by rows or by columns.
     """
     name, weight, bias = layer.name, layer.weight, layer.bias
     tp_shard = tp_shard_of(name, weight, is_fsdp_sharded=False)
@@ -140,7 +140,7 @@ def parallel_linear(layer: Any, input: torch.Tensor, multiply: Multiply) -> DTen
 
 
 def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:
-    """Return ``input`` if it is distributed over the ranks that the weight is; raise otherwise."""
+    """Return ``input`` if it is a DTensor on the weight's mesh, else raise :class:`InputError`."""
     from torch.distributed.tensor import DTensor
 
     mesh = weight.device_mesh
@@ -157,7 +157,7 @@ def _on_mesh(name: str, input: torch.Tensor, weight: DTensor) -> DTensor:
 
 
 def _placed(name: str, input: DTensor, weight: DTensor) -> _Placed:
-    """Return how the tensors of the product of ``weight`` with ``input`` are placed."""
+    """Return the placements of the tensors of the product of ``input`` and ``weight``."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = input.ndim - 1
@@ -179,9 +179,7 @@ def _placed(name: str, input: DTensor, weight: DTensor) -> _Placed:
 
 
 def _local(tensor: DTensor, placement: Placement, grad: Placement) -> torch.Tensor:
-    """Return what this rank holds of ``tensor`` in ``placement``; its gradient is placed as
-    ``grad`` says.
-    """
+    """Return the local tensor of ``tensor`` in ``placement``, with its gradient in ``grad``."""
     if tensor.placements != (placement,):
         tensor = tensor.redistribute(placements=(placement,))
     return tensor.to_local(grad_placements=(grad,))

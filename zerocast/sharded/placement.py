@@ -1,11 +1,11 @@
-"""Reads from torch's DTensor and FSDP2 where a weight is; no other module reads that from them.
+"""Reads the placement of weights from torch's DTensor and FSDP2; no other module does.
 
-FSDP2 puts its dimensions of the mesh before those of tensor parallelism: one that shards, and
-before it perhaps one that replicates. So the first dimension that shards is FSDP2's, and those
-behind it are of tensor parallelism.
+FSDP2's mesh dimensions precede those of tensor parallelism: an optional one that replicates, then
+one that shards. So the first sharding dimension is FSDP2's, and later ones are those of tensor
+parallelism.
 
-A layer asks :func:`is_sharded` in every forward. torch's DTensor is a large package, so it is
-imported by functions that need it, and not by this module.
+Layers call :func:`is_sharded` in every forward. torch's DTensor is a large package, so functions
+import it when they need it; this module does not.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
-    """Say whether ``tensor`` is a DTensor, as FSDP2 and tensor parallelism make of parameters."""
+    """Return whether ``tensor`` is a DTensor, as parameters of FSDP2 and tensor parallelism are."""
     loaded: Any = sys.modules.get("torch.distributed.tensor")  # else there is no DTensor yet
-    # Another thread may be importing it: a module that has no DTensor yet has made none.
+    # Another thread may be importing it: without the name DTensor, no DTensor exists yet.
     return isinstance(tensor, getattr(loaded, "DTensor", ()))
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of ``tensor``; itself if it is not a DTensor."""
+    """Return the local tensor of a DTensor; any other tensor unchanged."""
     with torch.no_grad():
         return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is placed as ``tensor`` is and of which this rank holds ``local``."""
+    """Return a tensor with the placement of ``tensor`` and the local tensor ``local``."""
     if not is_sharded(tensor):
         return local
     from torch.distributed.tensor import DTensor
@@ -61,8 +61,8 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def distributed(
     local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]
 ) -> DTensor:
-    """Return a contiguous DTensor of ``shape`` over ``mesh``, of one dimension, of which this rank
-    holds ``local``.
+    """Return a contiguous DTensor of ``shape`` over a 1-D ``mesh``, with the local tensor
+    ``local``.
     """
     from torch.distributed.tensor import DTensor
 
@@ -73,10 +73,10 @@ def distributed(
 
 
 def replicated_like(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Replicate ``tensor``, which all ranks hold alike, over the mesh of the first DTensor among
-    ``parameters``; return it as it is if there is none.
+    """Replicate ``tensor``, equal on all ranks, over the mesh of the first DTensor among
+    ``parameters``. Return it unchanged if there is none.
 
-    Code that loads state dicts of sharded models asks every entry for its mesh.
+    Code that loads state dicts of sharded models reads the mesh of every entry.
     """
     mesh = next((p.device_mesh for p in parameters if is_sharded(p)), None)
     if mesh is None:
@@ -87,16 +87,14 @@ def replicated_like(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) ->
 
 
 def write_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor like ``tensor`` that takes no memory, for :func:`counted_with`."""
+    """Return a DTensor like ``tensor`` without memory, for :func:`counted_with`."""
     counter: Any = tensor.detach()
     counter._local_tensor = counter._local_tensor.new_empty(0)
     return counter
 
 
 def counted_with(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of ``tensor``, a DTensor, whose writes torch counts in ``counter._version``,
-    too.
-    """
+    """Return an alias of the DTensor ``tensor`` that shares the version counter of ``counter``."""
     counted: Any = counter.detach()
     counted._spec = tensor._spec  # type: ignore[attr-defined]
     counted._local_tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -107,18 +105,18 @@ def counted_with(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_dimension(tensor: DTensor) -> int:
-    """Return the dimension of the mesh over which FSDP2 has sharded ``tensor``."""
+    """Return the mesh dimension over which FSDP2 has sharded ``tensor``."""
     return next(i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 def gather_size(tensor: DTensor) -> int:
-    """Return over how many ranks FSDP2 has sharded ``tensor``."""
+    """Return the number of ranks over which FSDP2 has sharded ``tensor``."""
     return tensor.device_mesh.size(fsdp_dimension(tensor))
 
 
 def gathered_shape(tensor: DTensor) -> torch.Size:
-    """Return the shape of what FSDP2's gather of ``tensor`` gives a rank: under tensor parallelism
-    that of the largest shard.
+    """Return the shape that FSDP2's gather of ``tensor`` gives a rank. Under tensor parallelism
+    return that of the largest shard.
     """
     mesh, shape = tensor.device_mesh, list(tensor.shape)
     for dim in range(fsdp_dimension(tensor) + 1, mesh.ndim):
@@ -129,7 +127,7 @@ def gathered_shape(tensor: DTensor) -> torch.Size:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free the gathered parameters of ``model``, so that its parameters are the sharded ones."""
+    """Reshard ``model``: free its gathered parameters and restore the sharded ones."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -138,8 +136,8 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def gather_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
-    """Return, by the name of each module that was given to ``fully_shard``, the dtype to which its
-    policy casts parameters; None if it has no policy.
+    """Return the ``param_dtype`` of each module given to ``fully_shard``, by module name; None
+    where the policy sets none.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -151,11 +149,11 @@ def gather_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
 
 
 def check_placement(name: str, weight: torch.Tensor) -> None:
-    """Raise :class:`UnsupportedError` if FSDP2 cannot gather ``weight``, the parameter of a layer,
-    in codes.
+    """Raise :class:`UnsupportedError` if FSDP2 cannot gather ``weight``, a layer's parameter, in
+    codes.
 
-    Nothing tells a parameter how ``fully_shard`` was called before FSDP2 gathers it for the first
-    time, in the first forward. All ranks find the same then, and raise before anything travels.
+    A parameter cannot know the options of ``fully_shard`` before its first gather, in the first
+    forward. All ranks get the same result, and raise before they communicate.
     """
     assert is_sharded(weight)  # by FSDP2, which gathers it
     if all(placement.is_replicate() for placement in weight.placements):
@@ -173,15 +171,15 @@ def check_placement(name: str, weight: torch.Tensor) -> None:
 
 
 def _keeps_rows_of_several_ranks(parameter: torch.Tensor) -> bool:
-    """Say whether an integer was given for ``reshard_after_forward``."""
-    # A parameter does not know the module that was given to fully_shard; torch knows all of those.
+    """Return whether ``reshard_after_forward`` is an integer."""
+    # A parameter has no reference to its FSDP module; torch keeps a mapping of all of them.
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
 
     for module in list(_module_state_mapping):
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            # torch 2.11 knows one group of parameters for a module, or none.
+            # torch 2.11 has one parameter group for a module, or none.
             one = getattr(state, "_fsdp_param_group", None)
             for group in filter(None, getattr(state, "_fsdp_param_groups", [one])):
                 if any(each.sharded_param is parameter for each in group.fsdp_params):
@@ -195,16 +193,16 @@ def _keeps_rows_of_several_ranks(parameter: torch.Tensor) -> bool:
 def tp_shard_of(
     name: str, tensor: torch.Tensor, *, is_fsdp_sharded: bool
 ) -> TensorParallelShard | None:
-    """Return what this rank holds of ``tensor``, a weight [M, K], once FSDP2 has gathered it; None
-    if that is all of it.
+    """Return the shard of ``tensor``, a weight [M, K], that this rank holds after FSDP2's gather;
+    None if it is whole.
 
     Args:
-        name: the weight's, for messages.
-        tensor: a DTensor, or one that is not distributed.
+        name: the weight's name, for messages.
+        tensor: a DTensor, or a tensor that is not distributed.
         is_fsdp_sharded: whether FSDP2 has sharded it.
 
     Raises:
-        UnsupportedError: if it is split otherwise than by rows or columns, or twice.
+        UnsupportedError: if it is split other than by rows or columns, or twice.
     """
     if not is_sharded(tensor):
         return None
@@ -231,8 +229,8 @@ def tp_shard_of(
 
 @functools.lru_cache(maxsize=1024)
 def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, ...]:
-    """Return, by rank, the shards of the weight of which ``tp_shard`` is one of
-    :meth:`zerocast.TensorParallelShard.chunk`.
+    """Return the shards of all ranks of the weight that ``tp_shard`` belongs to, by rank, as
+    :meth:`zerocast.TensorParallelShard.chunk` splits it.
     """
     size, step = tp_shard.require_comm().size, tp_shard.step
     chunks = [chunk(tp_shard.lines // step, rank, size) for rank in range(size)]
@@ -246,9 +244,7 @@ def all_tp_shards(tp_shard: TensorParallelShard) -> tuple[TensorParallelShard, .
 def check_tp_boundaries(
     name: str, tp_shard: TensorParallelShard, recipe: Recipe, *, columnwise: bool = True
 ) -> None:
-    """Raise :class:`InputError` on every rank if the shard of any rank is empty, or begins or ends
-    inside a block.
-    """
+    """Raise :class:`InputError` on every rank if any rank's shard is empty, or cuts a block."""
     *_, last = all_tp_shards(tp_shard)
     if not last.size:
         raise InputError(

@@ -1,7 +1,7 @@
 """report: lists what FSDP2's all-gather sends for each parameter of a model, and why.
 
-Reports name equal things in few lines: ``layers.{0..31}.mlp.{up,down}`` stands for those of a
-model (:func:`grouped`). Those of :mod:`zerocast.nn` use the same names and reasons.
+Reports group equal entries under one pattern such as ``layers.{0..31}.mlp.{up,down}``
+(:func:`grouped`). Reports of :mod:`zerocast.nn` use the same patterns and reasons.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -33,15 +33,16 @@ class ParameterGather:
     """The all-gather of one parameter.
 
     Attributes:
-        name: fully qualified.
-        shape: the shape of what a gather gives a rank: the whole parameter, or under tensor
-            parallelism its shard, of ranks with unequal ones the largest.
+        name: the fully qualified name.
+        shape: the shape of the gathered parameter; under tensor parallelism that of its largest
+            shard.
         recipe: the recipe of its codes; None if it is sent in high precision.
-        bytes_per_element: the bytes that each all-gather moves for an element of ``shape``, scales
-            and what fills up uneven shards included; 0 if there is no gather.
-        all_reduced_bytes_per_element: the bytes of amaxes, once for each value of the master, over
-            the ranks that shard it; without the errors that 4-over-6 chooses by.
-        why: what is sent, or why codes are not.
+        bytes_per_element: the bytes that each all-gather moves per element of ``shape``, including
+            scales and the padding of uneven shards; 0 if there is no gather.
+        all_reduced_bytes_per_element: the bytes of amaxes that are reduced per element, once for
+            each value of the master, over the ranks that shard it. The errors that 4-over-6
+            compares are not included.
+        why: what is sent, or why no codes are sent.
     """
 
     name: str
@@ -65,15 +66,15 @@ class GatherReport:
     """The result of :func:`report`.
 
     Attributes:
-        parameters: in the model's order.
+        parameters: the gather of each parameter, in the model's order.
     """
 
     parameters: tuple[ParameterGather, ...]
 
     @property
     def gathered_bytes(self) -> float:
-        """The bytes that gathering every parameter once moves, among the ranks that share this
-        rank's part of the model.
+        """The bytes moved by gathering every parameter once, among the ranks that share this rank's
+        part of the model.
         """
         return sum(p.bytes_per_element * p.shape.numel() for p in self.parameters)
 
@@ -90,20 +91,20 @@ class GatherReport:
 
 
 def report(model: torch.nn.Module) -> GatherReport:
-    """Say what FSDP2 all-gathers for every parameter of ``model``, and why.
+    """Return what FSDP2 all-gathers for every parameter of ``model``, and why.
 
     Args:
-        model: on which ``torch.distributed.fsdp.fully_shard`` was called; a parameter that it has
-            not sharded is reported as that.
+        model: a model sharded by ``torch.distributed.fsdp.fully_shard``. Parameters that are not
+            sharded are reported as such.
     """
     check_module("model", model)
-    reshard(model)  # for only a sharded parameter says how it is gathered
+    reshard(model)  # only a sharded parameter shows how it is gathered
     return GatherReport(tuple(_gathers(model)))
 
 
 def _gathers(model: torch.nn.Module) -> Iterator[ParameterGather]:
     dtypes = gather_dtypes(model)
-    seen: set[torch.Tensor] = set()  # one that layers share is gathered once
+    seen: set[torch.Tensor] = set()  # a shared parameter is gathered once
     for fqn, module in named_modules(model):
         for own_name, parameter in module.named_parameters(recurse=False):
             if parameter in seen:
@@ -138,7 +139,7 @@ def _low_bit(
     tp_shard: TensorParallelShard | None,
     others: list[str],
 ) -> ParameterGather:
-    """Describe the gather of a master; ``others`` share the amax of its tensor."""
+    """Return the report of a master's gather; ``others`` name the weights that share its amax."""
     recipe = gather.recipe
     shards = AllGatherInput(
         shape, torch.float32, recipe, {}, world_size, 0, torch.device("meta"),
@@ -172,19 +173,19 @@ _REASON = "_zerocast_in_high_precision_because_"
 
 
 def note_reason(module: torch.nn.Module, reason: str, name: str = "weight") -> None:
-    """Keep in ``module`` why its parameter ``name`` stays in high precision; "" if it does not."""
+    """Store in ``module`` why its parameter ``name`` stays in high precision; "" if it does not."""
     setattr(module, _REASON + name, reason)
 
 
 def is_included(module: torch.nn.Module, name: str) -> bool:
-    """Say whether the parameter ``name`` of ``module``, which is no linear layer, was named to be
-    converted.
+    """Return whether ``module`` is not a linear layer and its parameter ``name`` was named for
+    conversion.
     """
     return hasattr(module, _REASON + name) and not isinstance(module, torch.nn.Linear)
 
 
 def why_high_precision(module: torch.nn.Module, name: str) -> str:
-    """Say why the parameter ``name`` of ``module`` itself stays in high precision."""
+    """Return why the direct parameter ``name`` of ``module`` stays in high precision."""
     parameter = module._parameters[name]
     assert parameter is not None
     if noted := getattr(module, _REASON + name, ""):
@@ -214,8 +215,8 @@ Description = TypeVar("Description", bound=Hashable)
 def grouped(
     described: Iterable[tuple[str, Description]],
 ) -> Iterator[tuple[str, int, Description]]:
-    """Group names of modules or parameters that have the same description. Yield a pattern, how
-    many names it stands for, and the description, in the order of the first of each.
+    """Group the names of modules or parameters that have the same description. Yield a pattern, the
+    number of names that match it, and the description, in order of first occurrence.
     """
     names: dict[Description, list[str]] = {}
     for name, description in described:
@@ -226,8 +227,10 @@ def grouped(
 
 
 def grouped_names(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Return patterns that stand for ``names``, each with how many it stands for: names that differ
-    in one component only are one, with the components in braces. Numbers are put together first.
+    """Return patterns that cover ``names``, each with the number of names that it covers.
+
+    Names that differ in one component are merged, with the components in braces. Numbers are merged
+    first.
     """
     groups = {tuple(name.split(".")): 1 for name in names}
     places = range(max(map(len, groups), default=0))
@@ -247,7 +250,7 @@ def grouped_names(names: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _braces(components: Sequence[str]) -> str:
-    """Return ``{0..3,7}`` or ``{up,down}``; the component itself if it is the only one."""
+    """Return ``{0..3,7}`` or ``{up,down}``; a single component unchanged."""
     if len(components) == 1:
         return components[0]
     if not components[0].isdecimal():

@@ -1,15 +1,15 @@
-"""Keeps the recipe state of a master, and the values that were cast, between casts.
+"""Keeps the recipe state of a master, and tracks the values that were cast, between casts.
 
 Delayed scaling keeps amaxes and scales, stochastic rounding counts its casts. Both change with
-every cast, and codes are not saved. So the state is saved as it is, and whether the cast of the
-masters beside it is due. A run that resumes from there makes the cast that was due, or repeats the
-one that was made, from the state that :meth:`Recipe.rewind` gives; unless the masters are written
-before, which have the next cast then, as they had it without a stop. So it has the same codes and
-the same state, bit for bit, on any number of ranks. A copy of a master resumes in the same way.
+every cast, and codes are not saved. A checkpoint therefore stores the current state, and whether
+the saved masters are due for a cast. A resumed run makes the due cast, or repeats the latest one
+from the state that :meth:`Recipe.rewind` gives. If the masters are written before, they get the
+next cast, as in an uninterrupted run. So codes and state are the same, bit for bit, on any number
+of ranks. A copy of a master resumes in the same way.
 
-A cast is due if a master has other values than those that were cast (:class:`CastValues`).
+A cast is due if the values of a master differ from those that were cast (:class:`CastValues`).
 
-NOT here: where and how the state is stored in a state dict (:mod:`zerocast.nn.saved_state`).
+NOT here: how the state is stored in a state dict (:mod:`zerocast.nn.saved_state`).
 """
 
 import torch
@@ -23,21 +23,21 @@ from zerocast.tensors.digest import digest
 from zerocast.tensors.ledger import counted_writes, memory_of
 
 State = dict[str, torch.Tensor]
-"""The tensors of a recipe state, by the names of :attr:`Recipe.state`; the same on every rank."""
+"""The tensors of a recipe's state, by the names of :attr:`Recipe.state`; equal on all ranks."""
 
 
 def fresh_state(recipe: Recipe) -> State:
     """Return the state of ``recipe`` before the first cast, on the CPU."""
     specs = recipe.own_buffers()
-    with torch.inference_mode(False):  # else only inference could ever write it
+    with torch.inference_mode(False):  # else it could not be written outside inference mode
         return {name: specs[name].allocate(torch.device("cpu")) for name in recipe.state}
 
 
 def check_saved_state(
     name: str, recipe: Recipe, own: Buffers, saved: object, given: Buffers, remedy: str
 ) -> None:
-    """Do what :func:`check_state` does, of a state that was ``saved`` under a recipe of these
-    values, those of :func:`zerocast.recipes.recipe_to_values`.
+    """Check a state as :func:`check_state` does, and the recipe that it was ``saved`` under, given
+    as values of :func:`zerocast.recipes.recipe_to_values`.
     """
     ours = recipe_to_values(recipe)
     theirs = saved if isinstance(saved, dict) else {}
@@ -53,8 +53,9 @@ def check_saved_state(
 
 
 def check_state(name: str, recipe: Recipe, own: Buffers, given: Buffers, remedy: str) -> None:
-    """Raise :class:`InputError` if ``given`` is not a state that ``recipe`` leaves of weight
-    ``name``, whose state is ``own``; the message of a state of another recipe ends in ``remedy``.
+    """Raise :class:`InputError` if ``given`` is not a valid state of ``recipe`` for weight
+    ``name``, whose current state is ``own``. If it is another recipe's, the message ends in
+    ``remedy``.
     """
     ours, theirs = (
         {f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in state.items()}
@@ -74,27 +75,27 @@ def check_state(name: str, recipe: Recipe, own: Buffers, given: Buffers, remedy:
 
 
 class CastValues:
-    """The values of one master that its codes were made from, on one rank.
+    """The values of one master that were cast last, on one rank.
 
     Most writes are seen: an operation on a master reports that it writes (:meth:`written`), and
-    torch counts writes to the same memory through other tensors. Kernels of torch.compile, other
-    libraries and code that uses the address write unseen; a digest of the values finds those
-    writes, at the price of reading the master.
+    torch counts writes to the same memory through other tensors. Writes by torch.compile's kernels,
+    by other libraries and by address are unseen. A digest of the values detects them, at the cost
+    of reading the master.
 
-    torch counts a write to a DTensor for the DTensor, and not for the memory on this rank. So what
-    a state dict returns (:meth:`count_writes`) shares a counter that this object knows.
+    torch counts a write to a DTensor for the DTensor, and not for the local memory. So the tensors
+    that a state dict returns (:meth:`count_writes`) share a version counter with this object.
 
-    A copy of cast values is no new value: FSDP2 moves rows into memory that it pads, on some ranks
-    only. So the memory of such a copy is kept, too.
+    A copy of cast values is not a new value: FSDP2 moves rows into padded memory, on some ranks
+    only. So the memory of such a copy is recorded, too.
 
     Attributes:
         are_loaded: whether the values, and the state after their cast, were loaded or copied, and
-            no cast has made their codes here. They may be sharded before, so that a copy of some
-            rows is no new value, either.
+            no cast has made their codes here. The values may be sharded before the cast, so a copy
+            of some rows is not a new value, either.
     """
 
     def __init__(self) -> None:
-        # By memory, which this keeps no longer than others do: torch's count of writes at the cast.
+        # torch's write count at the cast, by memory, to which this holds no strong reference.
         self._versions: dict[StorageWeakRef, int] = {}
         self._kind: tuple[torch.Size, torch.dtype] | None = None
         self._digest: torch.Tensor | None = None
@@ -104,14 +105,14 @@ class CastValues:
         self.are_loaded = False
 
     def are_in(self, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor`` has the values that were cast last, but for writes unseen."""
+        """Return whether ``tensor`` has the values that were cast last, ignoring unseen writes."""
         if self._count() != self._counted:
             return False
         return self._versions.get(memory_of(tensor)) == counted_writes(tensor)
 
     def differ_from(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return int32 [] on the device of ``tensor``: 1 if it was written since it was cast, seen
-        or unseen, else 0.
+        """Return int32 [] on the device of ``tensor``: 1 if it was written since its cast, seen or
+        unseen, else 0.
         """
         if self._digest is None or not self.are_in(tensor):
             return torch.ones((), dtype=torch.int32, device=tensor.device)
@@ -120,7 +121,7 @@ class CastValues:
         return (digest(tensor) != self._digest).to(torch.int32)
 
     def set_to(self, tensor: torch.Tensor, *, are_loaded: bool = False) -> None:
-        """Note that ``tensor`` has been cast, here or where it was saved."""
+        """Note that ``tensor`` has been cast, here or before it was saved."""
         self._versions = {memory_of(tensor): counted_writes(tensor)}
         self._kind = tensor.shape, tensor.dtype
         self._digest = digest(tensor)
@@ -129,14 +130,12 @@ class CastValues:
 
     @property
     def uncounted(self) -> tuple[int, int]:
-        """What changes with the writes that are seen and that torch does not count for the
-        memory.
-        """
+        """Counters of the seen writes that torch does not count for the memory."""
         return self._others, self._count()
 
     def count_writes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of ``tensor``, a DTensor of a master's memory, whose writes are seen."""
-        with torch.inference_mode(False):  # which counts no writes
+        with torch.inference_mode(False):  # inference mode counts no writes
             if self._counter is None:
                 self._counter = write_counter(tensor)
                 self._counted = self._count()
@@ -148,17 +147,17 @@ class CastValues:
         self._others += 1
 
     def written(self, tensor: torch.Tensor) -> None:
-        """Note that an operation which torch does not count has written ``tensor``."""
+        """Note that an operation whose writes torch does not count has written ``tensor``."""
         self._versions.pop(memory_of(tensor), None)
         self._others += 1
 
     def copied(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Note that ``source`` was copied into ``target``: that has cast values if all rows were
-        copied, unrounded, from memory that has them.
+        """Note that ``source`` was copied into ``target``. ``target`` then has cast values if all
+        rows were copied, unrounded, from memory that has them.
         """
         kinds = {self._kind, (source.shape, source.dtype), (target.shape, target.dtype)}
         is_known = self.are_in(source) and len(kinds) == 1
-        if self.are_loaded and source.dtype == target.dtype:  # a piece has no count of writes
+        if self.are_loaded and source.dtype == target.dtype:  # a piece has no write count
             is_known = memory_of(source) in self._versions
         if is_known and memory_of(source) != memory_of(target):
             self._versions[memory_of(target)] = counted_writes(target)

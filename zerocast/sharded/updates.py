@@ -1,16 +1,16 @@
-"""update_masters: an optimizer's update of masters that measures them for their next cast.
+"""update_masters: updates masters and measures their amaxes for the next cast.
 
 Note: amaxes that an update took
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-:class:`zerocast.optim.FusedAdamW` has the updated rows at hand, so it takes their amaxes in the
-same pass, by the plan that cast them last. The next cast by that plan begins with these amaxes
-where the rows are still what was measured: on this rank no write was seen since, by torch or
-another (:attr:`zerocast.sharded.state.CastValues.uncounted`), and nothing has moved. Otherwise it
-measures again. Ranks need not do the same.
+:class:`zerocast.optim.FusedAdamW` computes the amaxes of updated rows in the same pass, by the plan
+that cast them last. The next cast by that plan reuses these amaxes if the rows are unchanged on
+this rank: no write has been seen since, by torch or otherwise
+(:attr:`zerocast.sharded.state.CastValues.uncounted`), and no memory has moved. Otherwise it
+measures again. Ranks may differ in this.
 
-An update measures where it is of all masters of a plan that are trained: others would be read for
-nothing if another optimizer writes them next. Where a cast writes codes before ranks reduce amaxes
-(of whole blocks, and under delayed scaling), nothing is measured: codes must stay those of the
+An update measures only if it covers all trained masters of a plan: if another optimizer writes the
+others next, reading them would be wasted. If a cast writes codes before ranks reduce amaxes (of
+whole blocks, and under delayed scaling), nothing is measured. The codes must remain those of the
 latest cast, which a backward may still gather, and the next cast reads the rows once in any case.
 """
 
@@ -25,8 +25,8 @@ from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 def update_masters(
     params: Sequence[torch.Tensor], updates: Sequence[AdamWUpdate]
 ) -> list[AdamWUpdate]:
-    """Make those of ``updates``, one for each of ``params``, whose masters can be measured for
-    their next cast in the same pass; return the others.
+    """Run those of ``updates``, one for each of ``params``, whose masters can be measured for their
+    next cast in the same pass. Return the other updates.
     """
     found = zip(map(gather_of, params), updates, strict=True)
     by_gather = {gather: update for gather, update in found if gather is not None}
@@ -47,8 +47,8 @@ def update_masters(
 def _are_all(
     updates: Mapping[LowBitAllGather, AdamWUpdate], gathers: Sequence[LowBitAllGather]
 ) -> bool:
-    """Say whether ``updates`` are of all masters of ``gathers`` that are trained, in the memory
-    that a cast reads.
+    """Return whether ``updates`` cover all trained masters of ``gathers``, in the memory that a
+    cast reads.
     """
     for gather in gathers:
         if not gather.is_found:
@@ -56,7 +56,7 @@ def _are_all(
         master, update, shards = gather.master, updates.get(gather), gather.shards
         if master.device != shards.storage.device or master.is_inference():
             return False
-        if master.numel() != shards.storage.extent.size:  # sharded anew since
+        if master.numel() != shards.storage.extent.size:  # resharded since
             return False
         if update is None and gather.parameter.requires_grad:
             return False

@@ -1,8 +1,8 @@
 """verify: checks that all ranks hold the same bytes of some weights.
 
-A rank cannot see that codes of other ranks are missing: without an all-gather its weights hold old
-codes for the elements that others own, and still decode to numbers. So the ranks compare what each
-of them holds, by a digest (:func:`zerocast.tensors.digest.digest`) of every buffer.
+A rank cannot detect missing codes of other ranks: without an all-gather it holds old codes for
+their elements, which still decode to valid numbers. So the ranks compare a digest
+(:func:`zerocast.tensors.digest.digest`) of every buffer.
 """
 
 import itertools
@@ -28,10 +28,10 @@ Weights: TypeAlias = (
 """The types that :func:`verify` accepts."""
 
 _WEIGHTS_NAMED = 5
-"""The number of weights that a message describes; it counts the others."""
+"""The number of weights that a message describes; the others are counted."""
 
 _IS = "is"
-"""The field of a line that says what a weight is; other lines name one of its buffers."""
+"""The field of a line that describes the weight itself; other lines describe its buffers."""
 
 _NOT_GATHERED = (
     "The codes differ and the scales do not: the all-gather of the codes was left out, or ran "
@@ -51,27 +51,27 @@ _OTHER_WEIGHTS = (
 
 
 def verify(weights: Weights, group: Group = None) -> None:
-    """Prove that every rank holds the same bytes of ``weights``. Collective.
+    """Check that every rank holds the same bytes of ``weights``. Collective.
 
-    The ranks compare codes, scales, amaxes, recipe state and derived copies; of a copy that is
-    stale they compare only that it is. Of plain weights (norms, biases, those of
-    :class:`zerocast.optim.ZeroOptimizer`) and of masters they compare the values. A pending
-    all-gather is waited for. The call costs one all-reduce of 40 bytes, and one pass over the
-    weights; make it after the all-gather, in the first steps of a new program or whenever in doubt.
+    The ranks compare codes, scales, amaxes, recipe state and derived copies; of a stale copy they
+    compare only that it is stale. Of masters and plain weights (norms, biases, those of
+    :class:`zerocast.optim.ZeroOptimizer`) they compare the values. The call waits for a pending
+    all-gather. It costs one all-reduce of 40 bytes and one pass over the weights. Call it after the
+    all-gather, for example in the first steps of a new program.
 
-    Under FSDP2 ranks hold different rows of a weight until it is gathered: unshard the modules
+    Under FSDP2 ranks hold different rows of a weight until it is gathered. Unshard the modules
     first, so that the gathered codes are compared.
 
     Args:
-        weights: a weight; an iterable of weights, or of (name, weight) pairs; or a module, whose
-            parameters are meant. The same on every rank, in the same order.
-        group: the ranks that hold the same weights, as for :class:`zerocast.CastPlan`; of weights
-            under tensor parallelism the data-parallel group.
+        weights: a weight; an iterable of weights, or of (name, weight) pairs; or a module, which
+            stands for its parameters. The same on every rank, in the same order.
+        group: the ranks that hold the same weights, as for :class:`zerocast.CastPlan`. Under tensor
+            parallelism give the data-parallel group.
 
     Raises:
-        InputError: on every rank, if any rank was given anything but weights.
-        RankMismatchError: on every rank, if two ranks hold different bytes, or were given
-            different weights. It names weights, buffers and ranks, and the likely cause.
+        InputError: on every rank, if any rank was given anything other than weights.
+        RankMismatchError: on every rank, if ranks hold different bytes, or were given different
+            weights. The message names weights, buffers and ranks, and the likely cause.
     """
     comm = as_communicator(group)
     lines: list[str] = []
@@ -84,7 +84,7 @@ def verify(weights: Weights, group: Group = None) -> None:
 
 
 def _named(weights: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the weights with their names, or with their places if they have none."""
+    """Return the weights with their names, or with their indices if they have no names."""
     if isinstance(weights, torch.nn.Module):
         return list(named_parameters(weights))
     if isinstance(weights, torch.Tensor):
@@ -108,8 +108,8 @@ def _named(weights: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _lines(weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return what the ranks compare, [name, field, value] in JSON: what each weight is, and a
-    digest of each of its buffers.
+    """Return the lines that ranks compare, [name, field, value] in JSON: a description of each
+    weight, and a digest of each of its buffers.
     """
     described = [
         (name, field, value)
@@ -124,7 +124,7 @@ def _lines(weights: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def _described(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor | str]:
-    """Return what ``weight`` is, under the name :data:`_IS`, and its buffers by name: plain
+    """Return a description of ``weight``, under the key :data:`_IS`, and its buffers by name: plain
     tensors, or "stale".
     """
     place = f" at {_coordinate(weight)} of {weight.placements}" if is_sharded(weight) else ""
@@ -149,7 +149,7 @@ def _described(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor | str]
 
 
 def _coordinate(weight: Any) -> list[int]:
-    """Return this rank's place in the dimensions of the mesh that divide ``weight``, a DTensor."""
+    """Return this rank's coordinates in the mesh dimensions that divide ``weight``, a DTensor."""
     return [
         weight.device_mesh.get_local_rank(i)
         for i, placement in enumerate(weight.placements)
@@ -158,7 +158,7 @@ def _coordinate(weight: Any) -> list[int]:
 
 
 def _message(by_rank: Sequence[Sequence[str]]) -> str:
-    """Say which weights and buffers differ between which ranks, and the likely cause."""
+    """Return a message with the differing weights, buffers and ranks, and the likely cause."""
     ranks = [[json.loads(line) for line in lines] for lines in by_rank]
     required = "every rank of the group must hold the same bytes of the weights, but "
     given = [[(name, value) for name, field, value in each if field == _IS] for each in ranks]
@@ -193,7 +193,7 @@ def _message(by_rank: Sequence[Sequence[str]]) -> str:
 
 
 def _who_holds_what(held: Sequence[str]) -> str:
-    """Describe ``held[rank]`` by groups of ranks that hold the same."""
+    """Return a description of the groups of ranks with equal ``held[rank]``."""
     ranks_of: dict[str, list[str]] = {}
     for rank, value in enumerate(held):
         ranks_of.setdefault(value, []).append(str(rank))
