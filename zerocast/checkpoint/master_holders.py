@@ -35,7 +35,7 @@ def trainings_of(
 
     Raises:
         InputError: if an optimizer is neither a ZeroOptimizer nor a torch optimizer with a
-            ``model``, if there is none, or if two have different ranks or share a weight name.
+            ``model``, if none is given, or if two have different ranks or share a weight name.
     """
     if model is not None:
         check_module("model", model)

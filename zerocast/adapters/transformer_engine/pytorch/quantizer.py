@@ -71,8 +71,7 @@ class Quantizer(OwnQuantizer):
         super().__init__(recipe, rowwise=rowwise, columnwise=columnwise, slot=slot)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state. The slot calls this method, so a copied quantizer's slot has its copy.
-        """
+        """Return the state. The slot calls this, so a copied quantizer's slot has the copy's."""
         return dict(self._state)
 
     def _record(self, amax: torch.Tensor) -> None:
