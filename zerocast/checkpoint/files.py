@@ -1,12 +1,12 @@
 """Safetensors files, written piece by piece and read with a digest for every block.
 
 A file consists of eight bytes with the length of the header, the header in JSON, and the bytes of
-the tensors. This module does not use the package safetensors: a rank writes pieces one by one and
-reads parts of them, neither of which takes memory for a second copy of its share.
+the tensors. This module does not use the package safetensors. A rank writes pieces one by one and
+reads parts of them, so that it needs no memory for a second copy of its share.
 
 A file is divided into blocks of :data:`BLOCK` bytes, and a manifest
 (:mod:`zerocast.checkpoint.manifest`) has the digest of each. A reader checks the digest of a block
-before it uses its bytes, so a rank that needs part of a file reads only the blocks with that part.
+before it uses its bytes. So a rank that needs part of a file reads only the blocks of that part.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     model.NAME._extra_state   the extra state of a module, such as a layer's recipe state
 
 A tensor that is the same on all ranks is saved once. One that differs (statistics of each rank's
-batches) is saved for each rank, with ``@RANK`` after its name, and can only be loaded on as many
-ranks.
+batches) is saved for each rank, with ``@RANK`` after its name. It can only be loaded by the same
+number of ranks.
 """
 
 import hashlib

@@ -134,8 +134,8 @@ def is_taken(path: Path) -> bool:
 def alone_in(directory: Path) -> Iterator[None]:
     """Lock ``directory`` against other jobs that remove files or put a manifest in place.
 
-    On file systems without locks, or with locks within one host only, there is no such protection:
-    a save may be lost if two jobs do this in the same millisecond.
+    File systems without locks, or with locks within one host only, do not protect. Then a save may
+    be lost if two jobs do this in the same millisecond.
 
     Raises:
         ZerocastError: if another job holds the lock.

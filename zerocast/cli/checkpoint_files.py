@@ -146,8 +146,9 @@ def _load(source: IO[bytes], path: Path) -> Any:
 
 
 def _check_directory(source: IO[bytes], archive: zipfile.ZipFile) -> None:
-    """Raise :class:`InputError` if torch might read another directory of an archive than zipfile
-    did, since they search for it in different ways.
+    """Raise :class:`InputError` if torch might read another directory of an archive than zipfile.
+
+    They search for it in different ways.
     """
     source.seek(-END - LOCATOR, io.SEEK_END)
     end = source.read()
@@ -163,8 +164,10 @@ def _check_directory(source: IO[bytes], archive: zipfile.ZipFile) -> None:
 
 
 def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
-    """Raise :class:`InputError` if a pickle would take much more memory or time than its size, or
-    refers to one of the records ``keys``, in lower case, by another spelling.
+    """Raise :class:`InputError` if a pickle would take much more memory or time than its size.
+
+    Also raise it if the pickle refers to one of the records ``keys``, in lower case, by a name in
+    another case or with a NUL.
     """
     stack, marks = list[list[int]](), list[int]()  # for each value: depth of its tuples, its size
     memo, copied, most = dict[int, list[int]](), 0, 10 * len(data)

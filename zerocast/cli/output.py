@@ -20,8 +20,9 @@ def add_output(
     reads: Reads = lambda given: [],
     is_directory: bool = False,
 ) -> None:
-    """Declare that the command writes to its argument ``name``, the path of a file or of a
-    directory of files, by :func:`drafted`; and add ``--overwrite``.
+    """Declare that the command writes to its argument ``name`` by :func:`drafted`.
+
+    The argument is the path of a file, or of a directory of files. Also add ``--overwrite``.
     """
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.set_defaults(output=name, reads=reads, is_directory=is_directory)

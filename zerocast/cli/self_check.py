@@ -1,5 +1,6 @@
-"""The self-check of doctor: compares sharded casts of every recipe, with threads as ranks, with the
-unsharded cast by the reference backend.
+"""The self-check of doctor: compares sharded casts of every recipe with an unsharded cast.
+
+Ranks are threads, and the reference backend runs the unsharded cast.
 """
 
 import warnings

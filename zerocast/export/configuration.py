@@ -34,8 +34,8 @@ class Configuration:
         entries: its tensors.
         dialect: the dialect of the checkpoint.
         names: see :class:`zerocast.export.Export`.
-        modules: names in the checkpoint of the modules that a server must not build quantized, for
-            an optimizer or a plan, which do not know their modules; None if unknown.
+        modules: for an optimizer or a plan, which do not know their modules, the names in the
+            checkpoint of those that a server must not build quantized; None if unknown.
 
     Raises:
         InputError: if ``modules`` is given for a model, or is not a list of names.

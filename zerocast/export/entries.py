@@ -140,8 +140,9 @@ def stored_tensors(source: ExportSource) -> dict[str, torch.Tensor]:
 
 
 def planned_weights(source: ExportSource) -> dict[str, tuple[QuantizedTensor, Shard]]:
-    """Return the weights of a plan by name, each with this rank's shard of the master that is now
-    bound to it; an empty dict for any other source.
+    """Return the weights of a plan by name, each with this rank's shard of its current master.
+
+    Return an empty dict for any other source.
     """
     if not isinstance(source, CastPlan):
         return {}
@@ -262,10 +263,10 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
 
 
 def in_nominal_dtype(source: ExportSource, entries: list[Entry]) -> list[Entry]:
-    """Return ``entries`` with unquantized FP32 masters of FSDP2 stored in the dtype of the
-    quantized weights, in which the model was trained.
+    """Return ``entries`` with unquantized FP32 masters of FSDP2 in the dtype of quantized weights.
 
-    Buffers, and parameters that transformers keeps in FP32, keep their dtype.
+    The model was trained in that dtype. Buffers, and parameters that transformers keeps in FP32,
+    keep their dtype.
     """
     nominal = next((each.dtype for each in entries if each.recipe is not None), None)
     if nominal in (None, torch.float32) or not isinstance(source, torch.nn.Module):

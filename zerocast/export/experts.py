@@ -50,8 +50,9 @@ def has_place(dialect: Dialect, source: ExportSource, name: str, tensor: torch.T
 
 
 def projections(name: str, shape: Sequence[int]) -> list[str]:
-    """Return the names of the projections of the stack ``name`` [..., M, K], matrix by matrix, in a
-    checkpoint with a weight per projection.
+    """Return the names of the projections of the stack ``name`` [..., M, K], matrix by matrix.
+
+    They are those in a checkpoint with a weight per projection.
     """
     *stack, rows, _ = shape
     module, _, parameter = name.rpartition(".")

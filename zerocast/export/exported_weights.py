@@ -246,8 +246,8 @@ class Export(Uncopied):
         return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
 
     def _plain_shard(self, name: str, weight: torch.Tensor) -> Shard:
-        """Return the part of an unquantized ``weight`` that this rank casts: its rows under FSDP2,
-        its shard of the optimizer's master if there is one, else an equal share.
+        """Return the part of an unquantized ``weight`` that this rank casts. It is its rows under
+        FSDP2, its shard of the optimizer's master if there is one, else an equal share.
         """
         if is_sharded(weight):
             return own_rows(name, weight)

@@ -53,8 +53,9 @@ def add_tokenizer(tokenizer: Any, drafts: Path) -> None:
 
 
 def check_folder(drafts: Path) -> None:
-    """Raise :class:`InputError` if the parent of ``drafts`` has files of a model, a file with the
-    name of a draft, or other drafts.
+    """Raise :class:`InputError` if the parent of ``drafts`` has unwanted files.
+
+    These are files of a model, files with the name of a draft, and other drafts.
     """
     folder, unwanted = drafts.parent, (*MODEL_FILES, DRAFTS, *os.listdir(drafts))
     names = {name for name in os.listdir(folder) if _is_any_of(name, unwanted)} - {drafts.name}

@@ -201,8 +201,8 @@ class ShardPlan:
     def own_scales(self, name: str) -> torch.Tensor | None:
         """Return the scales of the blocks that begin in this rank's shard, flat, one per block.
 
-        Return None if every rank has all stored scales, or needs them all to find its own, as for
-        blocks of several rows whose scale is stored for each row.
+        Return None if every rank has all stored scales, or needs all of them to find its part. The
+        latter is so for blocks of several rows whose scale is stored for each row.
         """
         storage = self.storages[name]
         if storage.planes[0].scales.row_repeat > 1 or not storage.by_owner:

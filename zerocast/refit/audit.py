@@ -110,8 +110,10 @@ def _includes(given: Any, required: Any) -> bool:
 
 
 def is_named(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches a module: its exact name, a pattern with ``*``, or a regular
-    expression after ``re:``, which must match at the start. Other substrings do not match.
+    """Return whether one of ``patterns`` matches the name of a module.
+
+    A pattern is the exact name, has ``*``, or is ``re:`` and a regular expression, which must match
+    at the start. A pattern without ``re:`` must match the whole name.
     """
     return any(
         re.match(pattern[3:], module) is not None

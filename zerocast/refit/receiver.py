@@ -23,8 +23,8 @@ class _State:
 class Receiver:
     """The receiving side of :meth:`zerocast.refit.Refit.deltas`.
 
-    A delta is checked before anything is written: it must be undamaged and follow the version of
-    the tensor, and the updated tensor must have the same bytes as at the trainer.
+    A delta is checked before anything is written. It must be undamaged and follow the version of
+    the tensor. The updated tensor must have the same bytes as at the trainer.
 
     Args:
         tensors: contiguous tensors on any device, by name in the checkpoint, that full syncs are
@@ -112,8 +112,8 @@ class Receiver:
     ) -> dict[str, torch.Tensor]:
         """Return, by name, all tensors of the server's modules in which a tensor has changed.
 
-        A server that rebuilds a module from the tensors it gets, as vLLM's ``reload_weights`` does,
-        uses uninitialized memory for a tensor that it does not get, and may then serve NaN.
+        vLLM's ``reload_weights``, for example, rebuilds a module from the tensors that it gets. For
+        a missing tensor it uses uninitialized memory, and may then serve NaN.
 
         Args:
             applied: the value of :attr:`applied` when the server last got tensors; 0 if never.

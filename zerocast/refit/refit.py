@@ -102,8 +102,9 @@ class Refit(Uncopied):
 
     @torch.no_grad()
     def shards(self) -> Iterator[Piece]:
-        """Yield this rank's piece of every tensor of the checkpoint: codes, and the scales of the
-        blocks that begin in them. Codes are not gathered.
+        """Yield this rank's piece of every tensor of the checkpoint.
+
+        It has codes, and the scales of the blocks that begin in them. Codes are not gathered.
 
         Raises:
             InputError: on every rank, if a shard of 4-bit codes begins or ends inside a byte.

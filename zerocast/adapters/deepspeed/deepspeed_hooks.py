@@ -156,8 +156,9 @@ def shared_params(theirs: Theirs, self: Any) -> dict[str, str]:
 def flatten_values(
     theirs: Theirs, self: Any, tensor_list: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Flatten the values that masters are initialized from: the source of the codes if a weight
-    keeps it, else the decoded codes.
+    """Flatten the values that masters are initialized from.
+
+    These are the source of the codes if a weight keeps it, else the decoded codes.
     """
     return theirs(self, [_start(tensor) for tensor in tensor_list], *args, **kwargs)
 

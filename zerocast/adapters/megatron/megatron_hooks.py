@@ -130,8 +130,7 @@ def make_buffer(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
     Raises:
         InputError: without the distributed optimizer, or the gather of the weights' codes.
-        UnsupportedError: with ``reuse_grad_buf_for_mxfp8_param_ag``, or for 4-bit codes that a
-            buffer cannot hold.
+        UnsupportedError: with ``reuse_grad_buf_for_mxfp8_param_ag``.
     """
     theirs(self, *args, **kwargs)
     weights = _quantized(self.params)

@@ -36,9 +36,9 @@ all optimizers of the process. The hook ignores optimizers without such layers.
 
 Note: why no region is opened around the model
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torchtitan's trainer has no :class:`zerocast.autocast`, calls parts of a model separately (the head
-in chunks, inside of the loss), and recomputes activations in the backward, after a region around
-the forward would have ended. So each converted layer opens a separate region. This is correct for
+torchtitan's trainer has no :class:`zerocast.autocast`, and calls parts of a model separately (the
+head in chunks, inside of the loss). It recomputes activations in the backward, after a region
+around the forward would have ended. So each converted layer opens a separate region. This works for
 recipes whose scales are computed from the current tensors. Delayed scaling would reduce amaxes at
 the end of every layer, and recompute with other scales, so it is refused.
 """
@@ -242,8 +242,9 @@ class LinearConverter(QuantizationConverter):
 
 
 def precompute_after_steps(optimizer: torch.optim.Optimizer) -> Any:
-    """Compute the scales of all weights that FSDP2 gathers in codes, with one all-reduce after each
-    step of ``optimizer``, torchtitan's ``OptimizersContainer``.
+    """Compute scales after each step of ``optimizer``, torchtitan's ``OptimizersContainer``.
+
+    One all-reduce computes the scales of all its weights that FSDP2 gathers in codes.
 
     Returns:
         A handle, whose ``remove()`` unregisters the hook.

@@ -33,8 +33,9 @@ def _text(path: str) -> str:
 
 
 def refuse_missing(package: str) -> None:
-    """Add a ``__getattr__`` that raises to each loaded module of ``package``, and a ``__path__``,
-    so that Python asks finders for its submodules.
+    """Add a ``__getattr__`` that raises to each loaded module of ``package``.
+
+    Also add a ``__path__``, so that Python asks finders for its submodules.
     """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}."):

@@ -1,9 +1,9 @@
 """Causes: why the bytes of a package differ, found by reproducing them.
 
 The formulas of docs/NUMERICS.md are implemented again in plain torch, with changes that other
-implementations make to them. A set of changes is the cause of a difference if the changed formula
-gives every byte of the package in all cases of a pack, and does not without any one of the changes.
-Otherwise the difference is unexplained.
+implementations make to them. A set of changes explains a difference if the changed formula gives
+every byte of the package in all cases of a pack. Each change in the set must be necessary for that.
+If there is no such set, the difference is unexplained.
 """
 
 from __future__ import annotations

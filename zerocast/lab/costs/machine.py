@@ -3,14 +3,15 @@
 Note: the model of time
 ~~~~~~~~~~~~~~~~~~~~~~~
 A step runs its phases one after another, without overlap with forward, backward or other phases.
-The time of a collective over D ranks is that of its sequential messages, each the kind's
-``seconds``, plus that of the bytes that a rank sends, at the kind's ``rate``::
+The time of a collective over D ranks is its sequential messages times ``seconds`` of its kind, plus
+the bytes that a rank sends, divided by ``rate``. Sequential messages are::
 
     all-reduce       2 ceil(log2 D) messages
     all-gather         ceil(log2 D)
     all-to-all         D - 1
 
-The work of a phase takes its ``seconds``, plus the bytes that it reads and writes at its ``rate``.
+The work of a phase takes its ``seconds``, plus the bytes that it reads and writes, divided by its
+``rate``.
 """
 
 from __future__ import annotations

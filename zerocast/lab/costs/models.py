@@ -71,8 +71,8 @@ TP_PLAN = {
     "model.layers.*.down_proj": "rowwise",
     "model.layers.*.experts.*": "experts",
 }
-"""The weights of the named models that tensor parallelism shards, by patterns of names: those that
-transformers shards, and the heads of latent attention, which it does not shard."""
+"""The weights of the named models that tensor parallelism shards, by patterns of names. These are
+those that transformers shards, and the heads of latent attention, which it does not shard."""
 
 
 def model_of(name: str | Path) -> torch.nn.Module:
