@@ -1,4 +1,4 @@
-"""load: continues a training from a checkpoint, on any number of ranks."""
+"""load: resumes a training from a checkpoint, on any number of ranks."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -95,7 +95,7 @@ class Manifest:
         return {c.file.name: c.file for tensor in self.tensors.values() for c in tensor.chunks}
 
     def to_text(self) -> str:
-        """Return it as JSON."""
+        """Return the manifest as JSON."""
         numbers: dict[str, int] = {}
         files: list[dict[str, Any]] = []
         for tensor in self.tensors.values():

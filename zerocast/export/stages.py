@@ -81,7 +81,7 @@ def in_stages(
 
     Args:
         bucket: its entries.
-        num_bytes: the least bytes to reckon as the size of a bucket.
+        num_bytes: the target size of a bucket; its tensors may have more bytes.
         shares: the result of :func:`largest_shares`.
         keeps_bucket: whether a bucket's tensors are held until it is complete, and then used.
     """

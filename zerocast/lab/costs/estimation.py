@@ -69,7 +69,7 @@ class Estimate:
         return self.work[phase].nbytes if phase in self.work else 0
 
     def seconds(self, machine: Machine) -> dict[str, float]:
-        """Return the seconds of every phase on ``machine``; see "Note: the model of time" in
+        """Return the seconds of each phase on ``machine``; see "Note: the model of time" in
         :mod:`zerocast.lab.costs.machine`.
         """
         return {
