@@ -1,8 +1,8 @@
 """Replacements: functions of another package that zerocast replaces while it is installed there.
 
-It serves the adapters of Megatron-Core and DeepSpeed, whose tests run it, and goes with them. Each
-function is replaced by one that gets the former one first, then its arguments. A package whose
-functions are not those that zerocast supports is left unchanged.
+The adapters of Megatron-Core and DeepSpeed use this module, their tests test it, and it can be
+removed with them. A replacement is called with the original function, then its arguments. A package
+whose functions zerocast does not support is left unchanged.
 """
 
 import functools
@@ -15,8 +15,8 @@ from typing import Any
 from zerocast import UnsupportedError
 
 Replacement = tuple[Any, str, str, Callable[..., Any]]
-"""Owner, name and parameters of a function ("self, model"; of ``__init__`` the first ones), and
-what takes its place."""
+"""Owner, name and parameters of a function ("self, model"; for ``__init__`` only the first ones),
+and its replacement."""
 
 
 @dataclass
@@ -24,13 +24,12 @@ class Replacements:
     """The functions of one package that are replaced.
 
     Attributes:
-        ours: the package of zerocast that does it.
-        theirs: the name of the other one.
-        on_pip: its name for pip.
-        version: one whose functions are known.
-        find: imports the other package and returns what is to be replaced there.
-        importers: the beginnings of the names of modules that may have imported a function by its
-            name.
+        ours: the name of zerocast's package that replaces them.
+        theirs: the name of the other package.
+        on_pip: the name of the other package on PyPI.
+        version: a supported version of it.
+        find: imports the other package, and returns the replacements.
+        importers: prefixes of the names of modules that may have imported a function by name.
     """
 
     ours: str
@@ -42,10 +41,10 @@ class Replacements:
     _installed: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
 
     def install(self) -> None:
-        """Replace all that :attr:`find` returns, or nothing. A second call does nothing.
+        """Replace all functions that :attr:`find` returns, or none. A second call does nothing.
 
         Raises:
-            UnsupportedError: where the package is missing, or a function has other parameters.
+            UnsupportedError: if the package is missing, or a function has other parameters.
         """
         if self._installed:
             return
@@ -77,9 +76,7 @@ class Replacements:
             self._put(owner, name, replacement, function)
 
     def _put(self, owner: Any, name: str, old: object, new: object) -> None:
-        """Let ``new`` take the place of ``old`` in ``owner`` and in the modules that have imported
-        it by name.
-        """
+        """Replace ``old`` by ``new`` in ``owner``, and in modules that imported it by name."""
         modules = [
             module
             for module in list(sys.modules.values())

@@ -1,12 +1,11 @@
-"""Writes and reads checkpoints through ``torch.distributed.checkpoint`` (DCP): storage classes for
-it.
+"""Storage classes that let ``torch.distributed.checkpoint`` (DCP) write and read checkpoints.
 
-DCP's own storage keeps its metadata, and every value except tensors, by pickle, which runs what a
-file names; it writes its metadata in place and without a digest. Its storage of safetensors
-(``HuggingFaceStorageWriter``) finds a tensor in a file by the tensor's name, so of two pieces that
-one rank has it keeps one, and says nothing. So :class:`Writer` and :class:`Reader` implement DCP's
-two interfaces of storage over the files of :mod:`zerocast.checkpoint`, for ``dcp.save`` and
-``dcp.load``; ``zerocast.checkpoint.save`` and ``load`` do without DCP.
+DCP's standard storage pickles its metadata and every value except tensors. Unpickling runs code
+that a file names. It also overwrites metadata in place and without a digest. Its safetensors
+storage (``HuggingFaceStorageWriter``) finds a tensor in a file by name, so it silently drops one of
+two pieces that a rank has of a tensor. So :class:`Writer` and :class:`Reader` implement DCP's two
+storage interfaces with the files of :mod:`zerocast.checkpoint`, for ``dcp.save`` and ``dcp.load``.
+``zerocast.checkpoint.save`` and ``load`` do not use DCP.
 """
 
 import dataclasses
@@ -42,37 +41,37 @@ from zerocast.optim.boxes import Box
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint into a directory that all ranks see.
+    """A DCP storage that writes a checkpoint into a directory that all ranks share.
 
     Args:
-        path: the directory; it is made where it does not exist.
-        replace: whether to replace a checkpoint that is not this writer's.
+        path: the directory; created if it does not exist.
+        replace: whether to replace a checkpoint of another writer.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, replace: bool = False) -> None:
         self._save = DirectorySave(Claim(Path(os.path.realpath(path)), replace=replace), {}, {})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Write the next checkpoint into another directory, where one is given."""
+        """Start a new save, into the directory ``checkpoint_id`` if one is given."""
         claim = self._save.claim
         path = claim.path if checkpoint_id is None else Path(os.path.realpath(checkpoint_id))
         self._save = DirectorySave(Claim(path, claim.replace, run=claim.run), {}, {})
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Make the directory, and remove what killed saves of this run have left in it.
+        """Create the directory, and remove files that killed saves of this run left in it.
 
         Raises:
-            InputError: where something else is in it, or the checkpoint of another run.
+            InputError: if other files, or the checkpoint of another run, are in it.
         """
         self.reset()  # DCP gives one writer several saves
         if is_coordinator:
             self._save.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is.
+        """Return the plan unchanged.
 
         Raises:
-            UnsupportedError: where it has what DCP would pickle.
+            UnsupportedError: if it has a value that DCP would pickle.
         """
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
@@ -83,7 +82,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank's plan the name of its file."""
+        """Add to each rank's plan the name of its file."""
         names = [self._save.part(rank).name for rank in range(len(plans))]
         return [
             dataclasses.replace(plan, storage_data=name)
@@ -91,7 +90,7 @@ class Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; the result is there when it is on the disk."""
+        """Write this rank's file to the disk, and return a completed future."""
         entries = [_entry_of_item(item) for item in plan.items]
         values: Any = (planner.resolve_data(item) for item in plan.items)
         part = write_part(self._save.path / (plan.storage_data or ""), entries, values)
@@ -105,10 +104,10 @@ class Writer(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put the manifest in place, and remove the files of what it replaces.
+        """Put the manifest in place, and remove the files of the checkpoint that it replaces.
 
         Raises:
-            ZerocastError: where another job has saved here meanwhile; what it saved stays.
+            ZerocastError: if another job has saved here meanwhile; its save is kept.
         """
         places = {result.index: result.storage_data for each in results for result in each}
         given: dict[str, Any] = metadata.state_dict_metadata
@@ -125,12 +124,12 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether it can be a directory."""
+        """Return whether ``checkpoint_id`` can be a directory."""
         return "://" not in os.fspath(checkpoint_id)
 
 
 class Reader(StorageReader):
-    """Reads a checkpoint, a directory or one file.
+    """A DCP storage that reads a checkpoint, from a directory or one file.
 
     Args:
         path: the directory or file.
@@ -141,7 +140,7 @@ class Reader(StorageReader):
         self._manifest: Manifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another checkpoint, where one is given."""
+        """Read the checkpoint ``checkpoint_id`` from now on, if it is given."""
         if checkpoint_id is not None:
             self.path, self._manifest = Path(checkpoint_id), None
 
@@ -150,7 +149,7 @@ class Reader(StorageReader):
         """The manifest of the checkpoint.
 
         Raises:
-            InputError: as :func:`zerocast.checkpoint.manifest.read_manifest`.
+            InputError: see :func:`zerocast.checkpoint.manifest.read_manifest`.
         """
         if self._manifest is None:
             self._manifest = read_manifest(self.path)
@@ -171,21 +170,21 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        """Do nothing: the manifest has been read."""
+        """Do nothing: the manifest is read when it is first used."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for; it is over when this returns.
+        """Read the elements that the plan asks for, and return a completed future.
 
         Raises:
-            InputError: where a file is missing or damaged.
+            InputError: if a file is missing or damaged.
         """
         chunks = {
             MetadataIndex(name, chunk.box.offsets): chunk
@@ -208,7 +207,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether it can be a directory or a file."""
+        """Return whether ``checkpoint_id`` can be a directory or a file."""
         return Writer.validate_checkpoint_id(checkpoint_id)
 
 

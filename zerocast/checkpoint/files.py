@@ -1,12 +1,12 @@
-"""Files of safetensors, written piece by piece and read with a digest for every block.
+"""Safetensors files, written piece by piece and read with a digest for every block.
 
-The format is small: eight bytes with the length of a header, the header in JSON, and the tensors'
-bytes. It is written and read here without the package, because a rank writes pieces as they are,
-one after the other, and reads parts of them: neither takes memory for a second copy of its share.
+A file consists of eight bytes with the length of the header, the header in JSON, and the bytes of
+the tensors. This module does not use the package safetensors. A rank writes pieces one by one and
+reads parts of them, so that it needs no memory for a second copy of its share.
 
 A file is divided into blocks of :data:`BLOCK` bytes, and a manifest
-(:mod:`zerocast.checkpoint.manifest`) has the digest of each. A reader compares those of the blocks
-that it reads before it uses a byte of them, so ranks that read parts read nothing twice.
+(:mod:`zerocast.checkpoint.manifest`) has the digest of each. A reader checks the digest of a block
+before it uses its bytes. So a rank that needs part of a file reads only the blocks of that part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerocast.errors import InputError
 from zerocast.safe_files import LARGEST_HEADER, LENGTH, open_regular, read_header
 
 BLOCK = 1 << 22
-"""Bytes under one digest."""
+"""The bytes of a block, which has one digest."""
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -37,7 +37,7 @@ DTYPES = {
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""The names that safetensors has for dtypes."""
+"""The names of dtypes in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class FileInfo:
     """The entry of a file in a manifest.
 
     Attributes:
-        name: in the directory.
-        num_bytes: its length.
-        begin: where the first block begins; not 0 where the manifest is in the file's own header.
-        digests: the digests of each block.
+        name: the name in the directory.
+        num_bytes: the length of the file.
+        begin: the first byte of the first block; not 0 if the manifest is in the file's header.
+        digests: the digest of each block.
     """
 
     name: str
@@ -74,7 +74,11 @@ class FileInfo:
 def header_of(
     entries: Sequence[FileEntry], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """Return the beginning of a file of ``entries``, and where each begins in the file."""
+    """Return the header of a file of ``entries``, with its length, and the first byte of each.
+
+    Raises:
+        InputError: if the header is too long.
+    """
     table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end, ends = 0, [0]
     for entry in entries:
@@ -95,13 +99,13 @@ def header_of(
 
 
 class DigestingWriter:
-    """Writes a new file from its beginning to its end, and takes the digests of its blocks.
+    """A writer of a new file, from beginning to end, that computes the digests of its blocks.
 
-    Nothing is left of it where its context fails.
+    It removes the file if its context raises.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("xb")  # new: a symbolic link is not followed
+        self._file: IO[bytes] = path.open("xb")  # "x" does not follow symbolic links
         self._path = path
         self._digests: list[str] = []
         self._block, self._filled = hashlib.sha256(), 0
@@ -129,12 +133,12 @@ class DigestingWriter:
                 self._end_block()
 
     def skip(self, size: int) -> None:
-        """Leave ``size`` bytes at the beginning for :meth:`write_beginning`, without digests."""
+        """Reserve ``size`` bytes at the beginning for :meth:`write_beginning`, without digests."""
         self._size = self._begin = size
         self._file.seek(size)
 
     def write_beginning(self, data: bytes) -> None:
-        """Fill what was skipped, and bring it to the disk."""
+        """Write the skipped bytes, and sync the file to the disk."""
         assert len(data) == self._begin
         self._file.seek(0)
         self._file.write(data)
@@ -147,7 +151,7 @@ class DigestingWriter:
         self.write(bytes_of(held))
 
     def finish(self) -> FileInfo:
-        """Return what a manifest says of the file, once it is on the disk."""
+        """Sync the file to the disk, and return its entry for a manifest."""
         if self._filled:
             self._end_block()
         self._file.flush()
@@ -160,15 +164,15 @@ class DigestingWriter:
 
 
 class VerifiedFile:
-    """Reads a file, and checks its blocks against the digests in the manifest.
+    """A reader of a file that checks its blocks against the digests in the manifest.
 
     Args:
         path: the file.
         info: its entry in the manifest.
-        held: the tensors that the manifest says it holds, and where each begins.
+        held: its tensors according to the manifest, with the first byte of each.
 
     Raises:
-        InputError: where it is missing, of another length, or its own table is of other tensors.
+        InputError: if it is missing, has another length, or its header lists other tensors.
     """
 
     def __init__(self, path: Path, info: FileInfo, held: Iterable[tuple[FileEntry, int]]) -> None:
@@ -214,7 +218,7 @@ class VerifiedFile:
         """Fill ``tensor``, contiguous and on the CPU, with the bytes from ``start`` on.
 
         Raises:
-            InputError: where a block has another digest; ``tensor`` is not to be used then.
+            InputError: if a block has another digest; ``tensor`` must then not be used.
         """
         view = bytes_of(tensor)
         while len(view):
@@ -239,12 +243,12 @@ class VerifiedFile:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, which it must outlive."""
+    """Return a view of the memory of a contiguous CPU tensor, which must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those that it is in, and return when they are on the disk."""
+    """Create a directory and its missing parents, and sync them to the disk."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -252,7 +256,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Return when renamings in a directory are on the disk."""
+    """Sync the entries of a directory to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -261,14 +265,14 @@ def sync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, text: bytes) -> None:
-    """Write a new file, and bring it to the disk; nothing is left of it where that fails."""
+    """Write a new file, and sync it to the disk; remove it if that fails."""
     with DigestingWriter(path) as file:
         file.write(text)
         file.finish()
 
 
 def remove_files(paths: Iterable[Path]) -> None:
-    """Remove files that are no longer needed; those that cannot be removed stay."""
+    """Remove files that are no longer needed; ignore those that cannot be removed."""
     for path in paths:
         with suppress(OSError):
             path.unlink()

@@ -1,4 +1,4 @@
-"""load: continues a training from a checkpoint, on any number of ranks."""
+"""load: resumes a training from a checkpoint, on any number of ranks."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ from zerocast.optim.training_state import TrainingState, Wanted
 
 @dataclass(frozen=True)
 class Loaded:
-    """What :func:`load` returns: what a user saved beside the training.
+    """The result of :func:`load`: values that a user saved beside the training.
 
     Attributes:
         extra: the ``extra`` that was given to ``save``.
-        of_rank: what this rank gave; None where another number of ranks saved, whose parts of the
-            data and random numbers are not this rank's.
-        steps: that were made, of a ZeroOptimizer; of several, the most.
+        of_rank: the ``of_rank`` that this rank gave; None if another number of ranks saved, since
+            their random states and positions in the data do not fit this rank.
+        steps: the steps made by a ZeroOptimizer; the most of several, 0 for torch optimizers.
         ranks: the number of ranks that saved.
     """
 
@@ -47,28 +47,28 @@ def load(
     *,
     group: Group = None,
 ) -> Loaded:
-    """Continue bit for bit from a checkpoint of :func:`zerocast.checkpoint.save`. Collective.
+    """Resume bit for bit from a checkpoint of :func:`zerocast.checkpoint.save`. Collective.
 
-    Any number of ranks loads what any number has saved, a ZeroOptimizer what masters under FSDP2
-    have saved, and the other way round. Each rank reads what it needs, and compares digests of all
-    that it reads; nothing is unpickled. It takes memory for two to three of its shares, on the CPU.
-    The training becomes that which was saved, so it may save there.
+    Any number of ranks can load what any number saved. A ZeroOptimizer can load what masters under
+    FSDP2 saved, and vice versa. Each rank reads what it needs, and checks the digests of all that
+    it reads; nothing is unpickled. This takes CPU memory for two to three of its shares. The
+    optimizers become those of the saved run, so they may save to the same place.
 
     Args:
         path: the directory or file.
-        optimizer: made as that which was saved, of the same weights under the same recipes; a list
-            of as many as were saved, in any order.
+        optimizer: an optimizer made like the saved one, of the same weights with the same recipes;
+            or a list of as many as were saved, in any order.
         model: as for ``save``.
         group: the ranks of a torch optimizer; all by default.
 
     Returns:
-        What was saved beside the training.
+        The values that were saved beside the training.
 
     Raises:
-        InputError: on every rank, where the checkpoint is missing, damaged, of another program or
-            a newer format, or of another training than this one. Nothing has been changed.
-        NonFiniteError: on every rank, where a master is not finite. Nothing has been changed.
-        RankMismatchError: on every rank, where ranks see different checkpoints.
+        InputError: on every rank, if the checkpoint is missing, damaged, of another program,
+            another format or another training than this one. Nothing has been changed.
+        NonFiniteError: on every rank, if a master is not finite. Nothing has been changed.
+        RankMismatchError: on every rank, if ranks see different checkpoints.
     """
     optimizers = listed(optimizer)
     comm = ranks_of(optimizers, group)
@@ -83,7 +83,7 @@ def _load(
     group: Group,
     comm: Communicator,
 ) -> Loaded:
-    """See :func:`load`; ``comm`` are the ranks."""
+    """Load as :func:`load` does; ``comm`` has the ranks."""
     wait_for(optimizers)
     attempt, digest, states = Attempt(), "", list[TrainingState]()
     with attempt:
@@ -137,7 +137,7 @@ def _load(
 
 
 def _kinds(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the kinds of what optimizers keep, with values of Python for those in JSON."""
+    """Return the kinds of optimizer state by weight and key, with values decoded from JSON."""
     return {
         name: {
             key: {"value": decode(kind["value"], {})} if isinstance(kind, dict) else kind
@@ -149,7 +149,9 @@ def _kinds(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say that the checkpoint is at fault where it lacks what a training has."""
+    """Raise :class:`InputError` for errors that a damaged checkpoint, or one without a training,
+    causes in the context.
+    """
     try:
         yield
     except ZerocastError:

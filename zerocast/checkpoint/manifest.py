@@ -1,20 +1,20 @@
-"""The manifest of a checkpoint: what it holds, where, and whether it is whole.
+"""The manifest of a checkpoint: its contents, where they are, and digests that show damage.
 
-A checkpoint is a directory: files of safetensors, and ``checkpoint.json``, the manifest, which is
-put in place last, by one renaming. Each save gives its files new names, so whatever moment a save
-is killed at, the manifest is that of the previous one and so are all files that it names. A
-checkpoint in one file has its manifest in the metadata of that file, which is renamed as a whole.
+A checkpoint is a directory of safetensors files and a manifest, ``checkpoint.json``, which is put
+in place last, by one rename. Each save gives its files new names. So if a save is killed at any
+moment, the previous manifest and all files that it names are still there. A checkpoint in one file
+has its manifest in the metadata of that file, which is renamed as a whole.
 
     zerocast_checkpoint   the version of this format
     digest                SHA-256 of the content, in JSON without spaces and with sorted keys
     content               saved       the id of the save
-                          run         who saved it (:mod:`zerocast.checkpoint.runs`)
-                          ranks       how many saved it
+                          run         the run that saved it (:mod:`zerocast.checkpoint.runs`)
+                          ranks       the number of ranks that saved it
                           versions    zerocast, its numerics, torch
-                          files       name, bytes, digest of each block
+                          files       name, bytes, first byte of the first block, digest of each
                           tensors     name -> dtype, shape, chunks: [file, first byte, offsets,
                                       sizes]
-                          training    what was saved (:mod:`zerocast.checkpoint.training`)
+                          training    what was saved (:mod:`zerocast.optim.training_state`)
 """
 
 import hashlib
@@ -38,20 +38,20 @@ FORMAT = 2
 NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 KEY = "zerocast_checkpoint"
-"""The key of the manifest in the metadata of a file."""
+"""The key of the format version in a manifest, and of the manifest in the metadata of a file."""
 
 OWN_FILES = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}(-rank\d{5,})?\.(safetensors|json|draft)")
-"""The names that saves give to their files: run, save and rank."""
+"""Matches the names that saves give to their files: run, save and rank."""
 
 DAMAGED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
-"""The errors that reading damaged JSON raises."""
+"""The errors that reading a damaged manifest raises."""
 
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where its elements are."""
+    """A box of a tensor, the file of its elements, and their first byte there."""
 
     box: Box
     file: FileInfo
@@ -60,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint, as boxes in files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,16 +69,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     Attributes:
         saved: the id of the save.
-        run: who saved it.
+        run: the run that saved it.
         ranks: the number of ranks that saved it.
         versions: the versions of zerocast, its numerics and torch.
         tensors: the tensors by name.
         training: the description of the training, in JSON values.
-        digest: a text by which ranks compare the checkpoint that they have read.
+        digest: the digest in the manifest, by which ranks compare what they have read.
     """
 
     saved: str
@@ -91,11 +91,11 @@ class Manifest:
 
     @property
     def files(self) -> dict[str, FileInfo]:
-        """The files that it names, by name."""
+        """The files that its tensors are in, by name."""
         return {c.file.name: c.file for tensor in self.tensors.values() for c in tensor.chunks}
 
     def to_text(self) -> str:
-        """Return it as JSON."""
+        """Return the manifest as JSON."""
         numbers: dict[str, int] = {}
         files: list[dict[str, Any]] = []
         for tensor in self.tensors.values():
@@ -119,10 +119,11 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return what the checkpoint at ``path`` says of itself.
+    """Return the manifest of the checkpoint at ``path``.
 
     Raises:
-        InputError: where there is none, or it is damaged, of another program or a newer format.
+        InputError: if there is no checkpoint, or it is damaged, of another program or another
+            format.
     """
     try:
         if path.is_dir() or not path.exists():
@@ -162,8 +163,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def remove_saved(directory: Path, text: str, manifest: Manifest | None = None) -> None:
-    """Remove the files of saves that have ``text`` in their names, but those that ``manifest``
-    names; what cannot be removed stays.
+    """Remove the files of saves that have ``text`` in their names, except those that ``manifest``
+    names; ignore files that cannot be removed.
     """
     named = manifest.files if manifest else {}
     with suppress(OSError):
@@ -172,7 +173,7 @@ def remove_saved(directory: Path, text: str, manifest: Manifest | None = None) -
 
 
 def check_place(path: Path) -> None:
-    """Raise :class:`InputError` where a checkpoint at ``path`` would stand among other things."""
+    """Raise :class:`InputError` if ``path`` has other files, or exists and is not a directory."""
     if path.is_dir():
         foreign = [
             each.name for each in path.iterdir()
@@ -219,7 +220,7 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Return whole numbers as they are, from 0 up to what 64 bits hold; of a shape, its sizes."""
+    """Return ``values`` as a tuple; raise ``ValueError`` unless all are integers in [0, 2**63)."""
     if len(values) > MOST_DIMENSIONS:
         raise ValueError(f"it has a shape of {len(values)} dimensions")
     for value in values:

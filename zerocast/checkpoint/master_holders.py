@@ -1,4 +1,4 @@
-"""Finds what holds the masters: ZeroOptimizers, or a model under FSDP2 and its optimizers."""
+"""Finds the holders of masters: ZeroOptimizers, or a model and its torch optimizers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from zerocast.sharded.placement import reshard
 
 
 def listed(optimizer: Any) -> list[Any]:
-    """Return the optimizers that are given: one, or a list of them."""
+    """Return a list of the given optimizers; ``optimizer`` is one or a list."""
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 def ranks_of(optimizers: Sequence[Any], group: Group) -> Communicator:
-    """Return the ranks that save or load together."""
+    """Return the ranks that save or load together: those of a ZeroOptimizer, else ``group``."""
     for each in optimizers:
         if isinstance(each, ZeroOptimizer):
             return each.comm
@@ -31,11 +31,11 @@ def ranks_of(optimizers: Sequence[Any], group: Group) -> Communicator:
 def trainings_of(
     optimizers: Sequence[Any], model: torch.nn.Module | None, group: Group, comm: Communicator
 ) -> list[MasterHolder]:
-    """Return the trainings of optimizers, and of a model's torch optimizers, in the order of their
-    weights' names.
+    """Return the holder of masters of each optimizer, sorted by their first weight names.
 
     Raises:
-        InputError: for anything else, and where two have other ranks or a weight of one name.
+        InputError: if an optimizer is neither a ZeroOptimizer nor a torch optimizer with a
+            ``model``, if none is given, or if two have different ranks or share a weight name.
     """
     if model is not None:
         check_module("model", model)

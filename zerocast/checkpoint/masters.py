@@ -1,6 +1,4 @@
-"""The training of a torch optimizer whose parameters are masters in the model: under FSDP2, or
-whole on every rank.
-"""
+"""MasterTraining: a torch optimizer of masters in a model, under FSDP2 or whole on every rank."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +32,8 @@ class MasterTraining(MasterHolder):
     """A model and the torch optimizer of its parameters.
 
     Raises:
-        InputError, UnsupportedError: where the optimizer steps a tensor that is not a parameter of
-            the model, or not a master.
+        InputError: if the optimizer steps a tensor that is not a parameter of the model.
+        UnsupportedError: if it steps a parameter that holds codes.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class MasterTraining(MasterHolder):
 
     @property
     def _together(self) -> dict[str, list[str]]:
-        """By name the weights of the same amax group, itself included."""
+        """For each weight in an amax group, by name, the weights of that group, itself included."""
         together: dict[str, list[str]] = {}
         for module in self.model.modules():
             group = getattr(module, "amax_group", None)
@@ -111,8 +109,9 @@ class MasterTraining(MasterHolder):
         return found
 
     def progress(self) -> dict[str, Any]:
-        """Return the weights whose cast is due, as any rank has written them, or one of their amax
-        group, since. Collective.
+        """Return the progress, with the weights whose cast is due. Collective.
+
+        A cast is due if any rank has written the weight, or one of its amax group, since the last.
         """
         gathers = {name: gather for name, gather in self._gathers.items() if gather.state}
         found = []
@@ -127,8 +126,8 @@ class MasterTraining(MasterHolder):
         return {"steps": 0, "mode": "train", "averages": [], "due": due}
 
     def prepare_save(self, call: str) -> None:
-        """Raise on every rank where what one would save of all is not the same on all.
-        Collective.
+        """Raise :class:`InputError` on every rank if unsharded optimizer state differs between
+        ranks, since only one rank's is saved. Collective.
         """
         once: dict[str, str] = {}
         for name, param in self.parameters.items():
@@ -145,7 +144,7 @@ class MasterTraining(MasterHolder):
                 )
 
     def check_load(self, said: Mapping[str, Any], call: str) -> None:
-        """Raise :class:`InputError` for a state of averages, or of a mode that this has not."""
+        """Raise :class:`InputError` for a state with averages, or of another mode than train."""
         if said["averages"]:
             raise InputError(
                 f"the checkpoint has averages of the masters, of decay {said['averages']}, "
@@ -158,7 +157,7 @@ class MasterTraining(MasterHolder):
             )
 
     def restore(self, state: TrainingState) -> None:
-        """Set masters, the state of recipes, options and what the optimizer keeps."""
+        """Set masters, recipe state, optimizer options and optimizer state."""
         with torch.no_grad():
             for name, param in self.parameters.items():
                 local = to_local(param)
@@ -179,7 +178,7 @@ class MasterTraining(MasterHolder):
         )
 
     def _kept(self, state: TrainingState, name: str) -> dict[str, Any]:
-        """Return what the optimizer keeps of a parameter, sharded as that is."""
+        """Return the optimizer state of a parameter, sharded as the parameter is."""
         kept, param = state.kept(name), self.parameters[name]
         for key, kind in state.kinds.get(name, {}).items():
             if kind == SHARD:

@@ -1,11 +1,12 @@
-"""What a checkpoint holds of a model beside the weights that its optimizer steps.
+"""The tensors of a model in a checkpoint other than the weights that its optimizer steps.
 
     model.NAME             a buffer, or a parameter that is not trained
-    model.NAME.BUFFER      the bytes of one that holds codes
+    model.NAME.BUFFER      a stored tensor of a quantized one
     model.NAME._extra_state   the extra state of a module, such as a layer's recipe state
 
-What all ranks hold alike is saved once. What differs (statistics of each rank's batches) is saved
-for each rank, under the name and ``@RANK``, and loaded on as many ranks only.
+A tensor that is the same on all ranks is saved once. One that differs (statistics of each rank's
+batches) is saved for each rank, with ``@RANK`` after its name. It can only be loaded by the same
+number of ranks.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ class ModelPart:
     """The buffers, frozen parameters and extra state of a model.
 
     Args:
-        model: the model; None has none of these.
+        model: the model; None saves and loads none of these.
         trained: the parameters that each optimizer steps, by name.
         comm: the ranks.
     """
@@ -48,7 +49,7 @@ class ModelPart:
         self._trained = {id(param) for each in trained for param in each.values()}
 
     def put(self, said: dict[str, Any], shares: dict[str, Share]) -> None:
-        """Add them to what the checkpoint says and to its tensors. Collective."""
+        """Add the tensors to ``shares``, and names of differing ones to ``said``. Collective."""
         with raising_together(self.comm):
             tensors = self._tensors()
             for module, name in self._stateful():
@@ -66,10 +67,10 @@ class ModelPart:
             shares[place] = Share.of(tensor)
 
     def ask(self, said: Mapping[str, Any], wanted: Wanted, ranks: int) -> None:
-        """Ask for them, as ``ranks`` have saved them.
+        """Add to ``wanted`` the tensors that ``ranks`` ranks have saved.
 
         Raises:
-            InputError: where the model has others.
+            InputError: if the model has other tensors, or this number of ranks cannot load them.
         """
         tensors = self._tensors()
         extra = {f"model.{name}{_EXTRA}" for _, name in self._stateful()}
@@ -101,7 +102,7 @@ class ModelPart:
                 wanted.ask_whole(place)
 
     def check(self, said: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
-        """Raise :class:`InputError` where a layer cannot take over its recipe state."""
+        """Raise :class:`InputError` if a layer cannot load its recipe state."""
         for module, name in self._stateful():
             value = self._found(said, shares, f"model.{name}{_EXTRA}")
             if value is not None and isinstance(module, StatefulModule):
@@ -109,7 +110,7 @@ class ModelPart:
 
     @torch.no_grad()
     def restore(self, said: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
-        """Copy them into the model. What modules of other programs raise is raised as it is."""
+        """Copy loaded tensors into the model. Exceptions of ``set_extra_state`` pass through."""
         for name, tensor in self._tensors().items():
             local, value = to_local(tensor), self._found(said, shares, name)
             if value is not None and local.numel():
@@ -123,12 +124,12 @@ class ModelPart:
     def _found(
         self, said: Mapping[str, Any], shares: Mapping[str, Share], name: str
     ) -> torch.Tensor | None:
-        """Return what was read of a tensor; None where the checkpoint has none."""
+        """Return the loaded value of a tensor; None if the checkpoint does not have it."""
         place = f"{name}@{self.comm.rank}" if name in said["by_rank"] else name
         return shares[place].local if place in shares else None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return buffers and frozen parameters, by name; of quantized ones the stored tensors."""
+        """Return buffers and untrained parameters by name, quantized ones as stored tensors."""
         found: dict[str, torch.Tensor] = {}
         if self.model is None:
             return found
@@ -149,7 +150,7 @@ class ModelPart:
         return found
 
     def _stateful(self) -> list[tuple[Any, str]]:
-        """Return the modules with extra state, and their names."""
+        """Return the modules that can have extra state, with their names."""
         modules = named_modules(self.model) if self.model is not None else ()
         none = torch.nn.Module.get_extra_state
         return [(m, name) for name, m in modules if type(m).get_extra_state is not none]
@@ -165,7 +166,7 @@ def _check_kind(name: str, tensor: torch.Tensor, kept: Any) -> None:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return a text that is the same for the same values, dtype and shape."""
+    """Return the SHA-256 digest of a tensor's dtype, shape and values."""
     held = tensor.detach().cpu().contiguous()
     kind = f"{held.dtype} {tuple(held.shape)}"
     return hashlib.sha256(kind.encode() + bytes_of(held)).hexdigest()

@@ -1,4 +1,4 @@
-"""A checkpoint in one file of safetensors, whose tensors are whole."""
+"""Writes a checkpoint into one safetensors file, whose tensors are whole."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from zerocast.optim.boxes import Box
 
 
 def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -> None:
-    """Write the checkpoint on rank 0, to which every tensor travels in turn. Collective.
+    """Write the checkpoint on rank 0, gathering one tensor at a time. Collective.
 
     Args:
-        device: where collectives take tensors.
+        planned: the checkpoint.
+        comm: the ranks.
+        device: the device of the tensors that collectives take.
     """
     entries = [FileEntry(name, *kind) for name, kind in planned.kinds.items()]
     boxes: dict[str, list[list[Box]]] = {e.key: [[] for _ in planned.pieces] for e in entries}
@@ -39,9 +41,9 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
     sizes = [entry.num_bytes for entry in entries]
 
     def beginning(digests: list[str]) -> bytes:
-        """Return the file's header, with the manifest in it: as long whatever the digests are."""
+        """Return the file's header with the manifest; its length does not depend on the digests."""
         start, end = 0, -1
-        while start != end:  # where data begins is in the manifest, which stands before it
+        while start != end:  # the manifest, before the data, contains where the data begins
             start = end if end > 0 else 0
             info = FileInfo(path.name, start + sum(sizes), start, digests)
             tensors, at = {}, start
@@ -89,8 +91,10 @@ def _gather(
     device: torch.device,
     attempt: Attempt,
 ) -> torch.Tensor:
-    """Return the elements of all pieces, rank by rank. Collective; raises what ``attempt`` kept of
-    the tensors before, and where a rank has no memory.
+    """Return the elements of all pieces, rank by rank. Collective.
+
+    It first raises on every rank any rank's error in ``attempt``, from earlier tensors or from the
+    allocation here.
     """
     counts = [sum(math.prod(box.sizes) for box in own) for own in boxes]
     with attempt:
@@ -106,7 +110,7 @@ def _gather(
 
 
 def _joined(entry: FileEntry, boxes: list[list[Box]], values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole, on the CPU, of what :func:`_gather` returned."""
+    """Return the whole tensor on the CPU from the result of :func:`_gather`."""
     whole, start = torch.empty(entry.shape, dtype=entry.dtype, device="cpu"), 0
     for box in (box for own in boxes for box in own):
         target = box.of(whole)

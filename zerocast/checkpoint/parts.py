@@ -1,7 +1,7 @@
-"""The parts of a checkpoint: a file of each rank, with the pieces of tensors that the rank writes.
+"""The parts of a checkpoint: one file per rank, with the pieces of tensors that the rank writes.
 
-A save begins by looking at what is in the directory, and ends when the manifest, which names the
-parts of all ranks, is put in place. A rank that loads reads what it needs out of any rank's part.
+A save first checks what is in the directory. It ends when the manifest, which names the parts of
+all ranks, is put in place. A rank that loads reads what it needs from the parts of any rank.
 """
 
 import math
@@ -35,7 +35,7 @@ from zerocast.optim.boxes import Box, Share
 
 
 def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box) -> FileEntry:
-    """Return the tensor of a file that a piece of a tensor becomes."""
+    """Return the file entry of a piece of a tensor, with its offsets in the name unless whole."""
     offsets = "" if box.sizes == tuple(shape) else f"@{','.join(map(str, box.offsets))}"
     return FileEntry(name + offsets, dtype, box.sizes)
 
@@ -44,14 +44,14 @@ def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box) -> F
 
 
 class Part(NamedTuple):
-    """What a rank has written: its file, and where each of its pieces begins there."""
+    """The file that a rank has written, if any, and the first byte of each of its pieces."""
 
     file: FileInfo | None
     starts: list[int]
 
 
 def write_part(path: Path, entries: Sequence[FileEntry], values: Iterable[torch.Tensor]) -> Part:
-    """Write a file of pieces; none where there is no piece."""
+    """Write a file of pieces; write no file if there is no piece."""
     if not entries:
         return Part(None, [])
     head, starts = header_of(entries)
@@ -63,12 +63,12 @@ def write_part(path: Path, entries: Sequence[FileEntry], values: Iterable[torch.
 
 
 class DirectorySave:
-    """A save into a directory that all ranks see.
+    """A save into a directory that all ranks share.
 
     Args:
         claim: the save, its run, and the place that it replaces.
         versions: the versions of the packages that save.
-        training: what the checkpoint says beside its tensors, in JSON values.
+        training: the description of the training for the manifest, in JSON values.
     """
 
     def __init__(self, claim: Claim, versions: dict[str, Any], training: dict[str, Any]) -> None:
@@ -78,10 +78,10 @@ class DirectorySave:
         self._is_renaming = False
 
     def begin(self) -> None:
-        """Make the directory, and remove what killed saves of this run have left in it.
+        """Create the directory, and remove files that killed saves of this run left in it.
 
         Raises:
-            InputError: where something else is in it, or the checkpoint of another run.
+            InputError: if other files, or the checkpoint of another run, are in it.
         """
         check_place(self.path)
         make_directory(self.path)
@@ -91,19 +91,19 @@ class DirectorySave:
                 remove_saved(self.path, self.claim.run, self.claim.replaced)
 
     def part(self, rank: int) -> Path:
-        """Return the file of a rank."""
+        """Return the path of a rank's file."""
         return self.path / f"{self.claim.prefix}-rank{rank:05}.safetensors"
 
     def end(self, ranks: int, tensors: dict[str, SavedTensor]) -> None:
-        """Put the manifest in place, and remove the files of what it replaces.
+        """Put the manifest in place, and remove the files of the checkpoint that it replaces.
 
         Raises:
-            ZerocastError: where another job has saved here meanwhile; what it saved stays.
+            ZerocastError: if another job has saved here meanwhile; its save is kept.
         """
         claim = self.claim
         manifest = Manifest(claim.saved, claim.run, ranks, self._versions, tensors, self._training)
         write_file(self._draft, manifest.to_text().encode())
-        sync_directory(self.path)  # the files that it names are there before it is
+        sync_directory(self.path)  # the files that it names must be on the disk before it
         with alone_in(self.path):
             claim.check(self.path / name for name in manifest.files)
             self._is_renaming = True
@@ -113,8 +113,8 @@ class DirectorySave:
 
     @contextmanager
     def removing_files(self) -> Iterator[None]:
-        """Remove the files of all ranks where the context fails before the manifest is in place.
-        For the rank that puts it there.
+        """Remove the files of all ranks if the context raises before the manifest is in place.
+        Used by the rank that writes the manifest.
         """
         try:
             yield
@@ -128,9 +128,7 @@ class DirectorySave:
 
 
 class Reading(NamedTuple):
-    """Elements that are read: of which tensor, which ones, the chunk that has them, and where they
-    go.
-    """
+    """Elements to read: the tensor's name, their box, the chunk that has them, and the target."""
 
     name: str
     box: Box
@@ -139,10 +137,10 @@ class Reading(NamedTuple):
 
 
 def read(path: Path, manifest: Manifest, wanted: Iterable[Reading]) -> None:
-    """Read elements, file by file.
+    """Read elements into their targets, file by file.
 
     Raises:
-        InputError: where a file is missing or damaged.
+        InputError: if a file is missing or damaged.
     """
     held: dict[str, list[tuple[FileEntry, int]]] = {name: [] for name in manifest.files}
     for name, tensor in manifest.tensors.items():
@@ -160,7 +158,7 @@ def read(path: Path, manifest: Manifest, wanted: Iterable[Reading]) -> None:
 
 
 def _read(file: VerifiedFile, wanted: Reading, dtype: torch.dtype) -> torch.Tensor:
-    """Return elements of a chunk; the rows that they are in are read."""
+    """Return elements of a chunk; the whole rows that contain them are read."""
     chunk, box = wanted.chunk, wanted.box.inside(wanted.chunk.box)
     if not box.sizes:
         values = torch.empty((), dtype=dtype, device="cpu")
@@ -173,8 +171,10 @@ def _read(file: VerifiedFile, wanted: Reading, dtype: torch.dtype) -> torch.Tens
 
 
 def fill(path: Path, manifest: Manifest, shares: dict[str, Share]) -> None:
-    """Fill the pieces of ``shares`` from a checkpoint that has all of them; raises as
-    :func:`read`.
+    """Fill the pieces of ``shares`` from a checkpoint that has all of them.
+
+    Raises:
+        InputError: if a file is missing or damaged.
     """
     read(
         path,

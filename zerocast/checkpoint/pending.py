@@ -1,4 +1,4 @@
-"""Saves beside the training: a thread writes copies while training continues."""
+"""Asynchronous saves: a thread writes copies while training continues."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import ZerocastError
 
 _pending: weakref.WeakKeyDictionary[Any, PendingSave] = weakref.WeakKeyDictionary()
-"""The saves that have not been waited for, by optimizer."""
+"""The saves that have not been waited for yet, by optimizer."""
 
 
 class PendingSave(Uncopied):
-    """A save under way; what ``save(..., asynchronous=True)`` returns.
+    """An asynchronous save, as ``save(..., asynchronous=True)`` returns it.
 
-    If it fails, the rank logs an error to the logger ``zerocast`` at once; the next call raises it.
+    If it fails on a rank, that rank immediately logs an error to the logger ``zerocast``; the next
+    call with any of the optimizers raises it.
 
     Args:
         path: the checkpoint.
         comm: the ranks.
         write: writes this rank's part; runs in a thread.
-        finish: puts the checkpoint in place once all parts are written, unless the event is set
-            before, or removes them where one is not; runs after ``write``. Rank 0's does something.
+        finish: runs after ``write``, and does nothing except on rank 0. It waits until all parts
+            are written, and puts the checkpoint in place. It removes all parts if one is missing,
+            or if its event is set first.
     """
 
     instead = "call its wait() where it was made"
@@ -49,19 +51,19 @@ class PendingSave(Uncopied):
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's thread has ended, well or not."""
+        """Whether this rank's thread has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is whole. Collective.
+        """Wait until the checkpoint is whole. Collective.
 
         Raises:
-            ZerocastError: on every rank, where writing failed on any; the checkpoint before it is
+            ZerocastError: on every rank, if writing failed on any; the previous checkpoint is
                 whole.
         """
         self._has_written.wait()
         try:
-            raise_together(self._comm, self._error)  # else rank 0 would wait for its part
+            raise_together(self._comm, self._error)  # else rank 0 would wait for a missing part
             self._thread.join()
             raise_together(self._comm, self._error)
         except ZerocastError:
@@ -92,13 +94,13 @@ class PendingSave(Uncopied):
 
 
 def remember(optimizers: Sequence[torch.optim.Optimizer], save: PendingSave) -> None:
-    """Let the next call with any of these optimizers wait for ``save``."""
+    """Make the next call with any of these optimizers wait for ``save``."""
     _pending.update(dict.fromkeys(optimizers, save))
 
 
 def wait_for(optimizers: Sequence[object]) -> None:
-    """Wait for the saves of these optimizers that are under way. Collective where one is."""
+    """Wait for the pending saves of these optimizers. Collective if there is one."""
     for optimizer in optimizers:
-        is_one = isinstance(optimizer, torch.optim.Optimizer)  # else the caller refuses it
+        is_one = isinstance(optimizer, torch.optim.Optimizer)  # the caller refuses others
         if is_one and (save := _pending.pop(optimizer, None)) is not None:
             save.wait()

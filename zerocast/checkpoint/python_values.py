@@ -1,10 +1,10 @@
-"""Converts values of Python to JSON and named tensors, and back: options, schedulers, a user's
-values.
+"""Converts Python values (options, scheduler state, a user's values) to JSON and tensors, and back.
 
-What JSON has no form for keeps its type by a tag: ``{"$tuple": [...]}``, ``{"$dict": [[key, value],
-...]}`` where a key is not text, ``{"$counter": ...}`` likewise, ``{"$tensor": name}``, and of an
-array of NumPy ``{"$array": name}``. Floats are written with all their digits, so that the same bits
-are read again. NumPy is not imported here: who has one of its values has done so.
+Types that JSON lacks are marked by a tag: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}``
+if a key is not text or begins with "$", ``{"$counter": [[key, value], ...]}``,
+``{"$tensor": name}`` and, for a NumPy array, ``{"$array": name}``. Floats are written with all
+their digits, so the same bits are read. NumPy is not imported here: a program with a NumPy value
+has imported it.
 """
 
 import sys
@@ -20,14 +20,16 @@ from zerocast.errors import InputError
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return ``value`` as JSON values; tensors go into ``tensors``.
+    """Return ``value`` as JSON values, and add its tensors to ``tensors``.
 
     Args:
-        name: what the value is called in messages and, with a path, its tensors in ``tensors``.
+        value: the value.
+        name: the name of the value in messages; with a path appended, those of its tensors.
+        tensors: the dict to add tensors to.
 
     Raises:
-        InputError: for anything but None, bool, int, float, str, tensors, numbers and arrays of
-            NumPy, and lists, tuples, dicts and Counters of them; for a tensor without memory.
+        InputError: for anything except None, bool, int, float, str, tensors, NumPy numbers and
+            arrays, and lists, tuples, dicts and Counters of them; for a tensor without memory.
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
@@ -43,7 +45,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value.detach()
         return {"$tensor": name}
     if numpy is not None and isinstance(value, numpy.ndarray):
-        with suppress(TypeError, ValueError):  # of a dtype that torch has not
+        with suppress(TypeError, ValueError):  # for a dtype that torch does not have
             tensors[name] = torch.from_numpy(value.copy())
             return {"$array": name}
     if isinstance(value, list | tuple):
@@ -66,7 +68,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what :func:`encode` was given."""
+    """Return the value that :func:`encode` was given, from its result and its tensors."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -1,14 +1,14 @@
-"""Whose a checkpoint is: a save replaces what its own training has saved, and nothing else.
+"""Ownership of checkpoints: a save replaces only checkpoints of the same run.
 
-Every optimizer has an identity, which is drawn at its first save, kept in the manifest and taken
-over by ``load``. The identities of the optimizers that are saved together make a *run*. Two
-optimizers of one training, two pipeline stages or two jobs are two runs, and each needs a place of
-its own.
+Every optimizer has an identity, a random number drawn at its first save, stored in the manifest and
+adopted by ``load``. A *run* is identified by the identities of the optimizers that are saved
+together. Two optimizers that are saved separately, two pipeline stages or two jobs are two runs,
+and each needs a separate place.
 
-A job and its successor, which has loaded what the first saved, are one run. If both still save into
-one place, the later of two saves finds another manifest than it began with, or its own files gone,
-and gives up. So do both where neither has seen what the other saved. What no manifest names of the
-own run is left of saves that were killed, or belongs to such a job; it is removed in both cases.
+A job and its successor, which has loaded the first one's checkpoint, are one run. If both still
+save into one place, the later save finds another manifest than it started with, or its files
+removed, and raises. Both raise if neither has seen the other's save. Files of this run that no
+manifest names are from killed saves or from such a job; they are removed in both cases.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ def _draw() -> str:
 
 @dataclass
 class Identity:
-    """That of an optimizer.
+    """The identity of an optimizer.
 
     Attributes:
         number: 16 hexadecimal digits.
@@ -52,7 +52,7 @@ _identities = weakref.WeakKeyDictionary()
 
 
 def identity_of(optimizer: torch.optim.Optimizer) -> Identity:
-    """Return the identity of an optimizer; a new one where it has none yet. A copy has none."""
+    """Return the identity of an optimizer; draw one if it has none, as a copy has."""
     return _identities.setdefault(optimizer, Identity())
 
 
@@ -67,11 +67,11 @@ class Claim:
 
     Attributes:
         path: the directory or file, an absolute path without symbolic links.
-        replace: whether it replaces whatever is there.
-        seen: of :class:`Identity`, for this place.
+        replace: whether it may replace any checkpoint that is there.
+        seen: the ids in :class:`Identity` for this place.
         run: the run that saves.
         saved: the id of the save.
-        replaced: the manifest that is in place, once :meth:`take` has read it.
+        replaced: the manifest that :meth:`take` found in place; None if there was none.
     """
 
     path: Path
@@ -83,14 +83,14 @@ class Claim:
 
     @property
     def prefix(self) -> str:
-        """How the names of this save's files begin."""
+        """The prefix of the names of this save's files."""
         return f"{self.run}-{self.saved}"
 
     def take(self) -> None:
-        """Read what is in place.
+        """Read the manifest in place.
 
         Raises:
-            InputError: unless this run may replace it.
+            InputError: if this run may not replace it.
         """
         found = self.replaced = self._standing()
         if found is not None:
@@ -104,8 +104,8 @@ class Claim:
             self.seen.add(found.saved)
 
     def check(self, files: Iterable[Path]) -> None:
-        """Raise :class:`ZerocastError` where another save has removed one of ``files``, this one's,
-        or has ended here since :meth:`take`. To be called right before the renaming.
+        """Raise :class:`ZerocastError` if another save has removed one of this save's ``files``, or
+        has ended here since :meth:`take`. Must be called right before the rename.
         """
         found, gone = self._standing(), [each for each in files if not each.exists()]
         if gone or (found and found.saved) != (self.replaced and self.replaced.saved):
@@ -126,19 +126,19 @@ class Claim:
 
 
 def is_taken(path: Path) -> bool:
-    """Say whether something is where a save would put its manifest, readable or not."""
+    """Return whether something, readable or not, is where a save would put its manifest."""
     return os.path.lexists(path / NAME if path.is_dir() else path)
 
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keep other jobs from looking for needless files, and from putting a manifest in place.
+    """Lock ``directory`` against other jobs that remove files or put a manifest in place.
 
-    File systems that have no locks, or those of one host only, do without: then two jobs may lose a
-    save where both do so in the same millisecond.
+    File systems without locks, or with locks within one host only, do not protect. Then a save may
+    be lost if two jobs do this in the same millisecond.
 
     Raises:
-        ZerocastError: where another job does so now.
+        ZerocastError: if another job holds the lock.
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -147,9 +147,9 @@ def alone_in(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ZerocastError(f"another job is saving into {directory} now; stop one.") from None
         except OSError:
-            pass  # there are no locks
+            pass  # the file system has no locks
         yield
     finally:
-        with suppress(OSError):  # a process that was forked meanwhile would keep it else
+        with suppress(OSError):  # explicit, as a process forked meanwhile has the handle too
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

@@ -1,6 +1,4 @@
-"""save: writes a training's state to the disk; a save that is killed leaves the one before it
-whole.
-"""
+"""save: writes a training's state to the disk; a killed save leaves the previous one whole."""
 
 import json
 import os
@@ -37,14 +35,14 @@ def save(
     replace: bool = False,
     group: Group = None,
 ) -> PendingSave | None:
-    """Save all that a training continues from, bit for bit, on any number of ranks. Collective.
+    """Save all that a training needs to resume bit for bit on any number of ranks. Collective.
 
     It saves masters, optimizer state and options, averages, recipe state and the number of steps. A
-    directory that holds a checkpoint of this run already holds the new one afterwards; until the
-    last rename of the save it holds the old one, whole, and so it does after a save that failed or
-    was killed. That of another run (other optimizers, or a job that has not loaded it) is refused.
-    Every rank writes its own part, so all of them must see the directory (a shared file system). A
-    rank takes memory for two of its pieces, parts of one tensor each, at a time.
+    checkpoint of the same run in the directory is replaced. The old one stays whole until the last
+    rename of the save, and after a save that failed or was killed. A checkpoint of another run
+    (other optimizers, or a job that has not loaded it) is refused. Every rank writes its part, so
+    all ranks must share the directory (a shared file system). A rank takes memory for two pieces of
+    tensors at a time.
 
     Args:
         path: a directory; or a file ending in ``.safetensors``, which rank 0 writes, gathering one
@@ -52,31 +50,30 @@ def save(
         optimizer: a :class:`zerocast.optim.ZeroOptimizer`, or a torch optimizer of masters in
             ``model`` (``convert(..., weights="master")``, under FSDP2 or not); or a list of these,
             on the same ranks, with weights of different names.
-        model: its buffers, frozen parameters and layers' recipe state are saved, too. Needed for
-            a torch optimizer.
-        extra: what else belongs to the run, the same on every rank: ``schedule.state_dict()``,
-            ``scaler.state_dict()``, an epoch. None, bools, numbers, text, tensors, and lists,
-            tuples, dicts of them.
-        of_rank: likewise, what belongs to this rank: the state of its random generators, its place
-            in the data.
-        asynchronous: whether to return when this rank's part is copied to the CPU, and write beside
-            the training.
-            The next call with any of the optimizers waits for it and raises what went wrong; so
-            does the result's ``wait()``. Only into a directory.
-        replace: whether to replace whatever is at ``path``: a checkpoint of another run, and what
-            its killed saves have left; as a file, any.
+        model: a model whose buffers, frozen parameters and layers' recipe state are also saved;
+            needed for a torch optimizer.
+        extra: other values of the run, the same on every rank: ``schedule.state_dict()``,
+            ``scaler.state_dict()``, an epoch. They may be None, bools, numbers, text, tensors, and
+            lists, tuples and dicts of these.
+        of_rank: likewise, values of this rank: the state of its random generators, its position in
+            the data.
+        asynchronous: whether to return once this rank's part is copied to the CPU, and write it in
+            a thread. The next call with any of the optimizers waits for it and raises its error,
+            as does the result's ``wait()``. Only into a directory.
+        replace: whether to replace a checkpoint of another run at ``path``, with the files of its
+            killed saves; if ``path`` is a file, any file.
         group: the ranks of a torch optimizer; all by default.
 
     Returns:
-        The save under way, if ``asynchronous``.
+        The pending save, if ``asynchronous``.
 
     Raises:
         InputError, UnsupportedError: on every rank, for a wrong argument on any, a value that
-            cannot be saved, or a place that holds something else than a checkpoint of this run.
-        NonFiniteError: on every rank, where a master is not finite: no run continues from it.
-        UnfinishedStepError: on every rank, where the last step was left unfinished.
-        ZerocastError: on every rank, where writing failed on any, or another job has saved into the
-            same place meanwhile. Nothing is left of this save then.
+            cannot be saved, or a place with anything else than a checkpoint of this run.
+        NonFiniteError: on every rank, if a master is not finite, since no run can resume from it.
+        UnfinishedStepError: on every rank, if the last step was left unfinished.
+        ZerocastError: on every rank, if writing failed on any, or another job has saved into the
+            same place meanwhile. All files of this save are then removed.
     """
     optimizers = listed(optimizer)
     comm = ranks_of(optimizers, group)
@@ -99,7 +96,7 @@ def _save(
     group: Group,
     comm: Communicator,
 ) -> PendingSave | None:
-    """See :func:`save`; ``comm`` are the ranks."""
+    """Save as :func:`save` does; ``comm`` has the ranks."""
     wait_for(optimizers)
     with raising_together(comm):
         check_flag("asynchronous", asynchronous)
@@ -110,7 +107,7 @@ def _save(
                 f"one file is written at once, where no directory is, got {given}; name a "
                 f"directory for an asynchronous save."
             )
-        place = Path(os.path.realpath(given))  # a thread may write when it leads elsewhere
+        place = Path(os.path.realpath(given))  # links may change before a thread writes
         trainings = trainings_of(optimizers, model, group, comm)
 
     states = list[TrainingState]()
@@ -152,10 +149,10 @@ def _save(
 
 
 def _put_states(states: Sequence[TrainingState], shares: dict[str, Share]) -> dict[str, Any]:
-    """Return in JSON what the states of all optimizers say; put their tensors into ``shares``.
+    """Return the states of all optimizers as JSON values, and add their tensors to ``shares``.
 
-    ``optimizers`` is what each says, with its options, and ``state`` by weight and key the kinds of
-    what optimizers keep, of the weights that this rank holds.
+    ``optimizers`` has the description and options of each. ``state`` has, by weight and key, the
+    kinds of optimizer state of the weights that this rank holds.
     """
     said: dict[str, Any] = {"optimizers": [], "state": {}}
     for i, each in enumerate(states):
@@ -173,7 +170,7 @@ def _put_states(states: Sequence[TrainingState], shares: dict[str, Share]) -> di
 
 
 def _encoded(value: Any, name: str, shares: dict[str, Share]) -> Any:
-    """Return values of Python and tensors in JSON; put the tensors into ``shares``."""
+    """Return Python values and tensors as JSON values, and add the tensors to ``shares``."""
     tensors: dict[str, torch.Tensor] = {}
     made = encode(value, name, tensors)
     shares |= {key: Share.of(tensor) for key, tensor in tensors.items()}
@@ -181,7 +178,11 @@ def _encoded(value: Any, name: str, shares: dict[str, Share]) -> Any:
 
 
 def _encoded_state(name: str, key: str, value: Any) -> Any:
-    """Return in JSON what an optimizer keeps of a weight and is no tensor."""
+    """Return as JSON values the optimizer state of a weight under ``key``, which has no tensor.
+
+    Raises:
+        InputError: if it contains a tensor.
+    """
     inside: dict[str, torch.Tensor] = {}
     made = encode(value, f"state.{name}.{key}", inside)
     if inside:

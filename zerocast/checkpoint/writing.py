@@ -1,8 +1,9 @@
-"""Divides the writing of a checkpoint among ranks, and writes it: at once, or beside the training.
+"""Divides the writing of a checkpoint among ranks, and writes it: synchronously or in threads.
 
-Beside the training the threads of different ranks say what they have written in small files in the
-directory itself, since collectives belong to the training. Rank 0 puts the manifest in place when
-all ranks have said it; a rank that fails says so there, and each rank's next call raises.
+Threads of different ranks exchange messages through small files in the checkpoint's directory,
+since collectives are used by the training. Each rank reports what it has written, or its error.
+Rank 0 puts the manifest in place when all ranks have reported; after an error, each rank's next
+call raises.
 """
 
 import json
@@ -30,19 +31,19 @@ from zerocast.optim.boxes import Box, Share, are_whole
 from zerocast.safe_files import read_text
 
 TensorPiece: TypeAlias = tuple[str, Box]
-"""A tensor's name, and the elements of it that one rank writes."""
+"""A tensor's name, and a box of its elements that one rank writes."""
 
 
 @dataclass
 class Planned:
-    """The parts of a checkpoint that are written.
+    """A checkpoint that is planned and not yet written.
 
     Attributes:
         claim: the save, its run, and the place that it replaces.
-        said: what the checkpoint says beside its tensors.
+        said: the description of the training for the manifest, in JSON values.
         kinds: the dtype and shape of every tensor.
-        pieces: those that each rank writes, by rank; one that several ranks have is written by one.
-        shares: what this rank has of each tensor.
+        pieces: by rank, the pieces that it writes; a piece that several ranks have is written once.
+        shares: this rank's share of each tensor.
     """
 
     claim: Claim
@@ -62,7 +63,7 @@ def plan_save(
     *,
     replace: bool,
 ) -> Planned:
-    """Work out who writes what, and as which save of which run. Collective."""
+    """Plan which rank writes what, and agree on the ids of the run and the save. Collective."""
     identities = [identity_of(each) for each in optimizers]
     claim = Claim(path, replace=replace, seen=identities[0].seen[path])
     head = claim.saved, [each.number for each in identities]
@@ -85,14 +86,14 @@ def plan_save(
 
 
 def _divided(everyone: Sequence[Any]) -> tuple[dict[str, Any], list[list[TensorPiece]]]:
-    """Return the kinds of tensors, and the pieces that each rank writes: about equally much.
+    """Return the kinds of tensors, and the pieces that each rank writes, balanced by bytes.
 
     Args:
-        everyone: by rank what it has of each tensor: name, dtype, shape, boxes.
+        everyone: by rank, what it has of each tensor: name, dtype, shape, boxes.
 
     Raises:
-        InputError: where the pieces of all ranks are not every tensor once, or one has a dtype that
-            cannot be saved.
+        InputError: if the pieces of all ranks do not cover every tensor once, ranks differ in its
+            dtype or shape, or its dtype cannot be saved.
     """
     kinds: dict[str, Any] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -126,7 +127,7 @@ def _divided(everyone: Sequence[Any]) -> tuple[dict[str, Any], list[list[TensorP
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of what saves."""
+    """Return the versions of zerocast, its numerics and torch."""
     return {
         "zerocast": version("zerocast"),
         "numerics": NUMERICS_VERSION,
@@ -135,7 +136,7 @@ def versions() -> dict[str, Any]:
 
 
 def write(planned: Planned, comm: Communicator) -> None:
-    """Write a directory. Collective."""
+    """Write a checkpoint into a directory. Collective."""
     save = _begun(planned, comm)
     with save.removing_files() if comm.rank == 0 else nullcontext():
         with raising_together(comm):
@@ -147,11 +148,11 @@ def write(planned: Planned, comm: Communicator) -> None:
 
 
 def write_beside(planned: Planned, comm: Communicator) -> PendingSave:
-    """Copy this rank's part, and let a thread write it; rank 0's ends the checkpoint. Collective,
-    until this returns.
+    """Copy this rank's part, and write it in a thread; rank 0's thread also writes the manifest.
+    This call is collective; the threads use no collectives.
     """
     save = _begun(planned, comm)
-    with raising_together(comm):  # where one has no memory for it
+    with raising_together(comm):  # a rank may have too little memory
         planned.shares = _copied(planned.shares, planned.pieces[comm.rank])
 
     def write_own() -> None:
@@ -166,7 +167,7 @@ def write_beside(planned: Planned, comm: Communicator) -> PendingSave:
 
 
 def _begun(planned: Planned, comm: Communicator) -> DirectorySave:
-    """Return the save, with the directory made. Collective."""
+    """Begin a save, and return it. Collective."""
     save = DirectorySave(planned.claim, versions(), planned.said)
     with raising_together(comm):
         if comm.rank == 0:
@@ -175,7 +176,7 @@ def _begun(planned: Planned, comm: Communicator) -> DirectorySave:
 
 
 def _copied(shares: dict[str, Share], pieces: Sequence[TensorPiece]) -> dict[str, Share]:
-    """Return shares that have copies of these pieces, on the CPU."""
+    """Return shares with copies of these pieces on the CPU."""
     found: dict[str, Share] = {}
     for name, box in pieces:
         copy = shares[name].pieces[box].detach().to("cpu", copy=True)
@@ -192,7 +193,7 @@ def _write_own(planned: Planned, save: DirectorySave, rank: int) -> Part:
 
 
 def _tensors(planned: Planned, parts: Sequence[Part]) -> dict[str, SavedTensor]:
-    """Return where the ranks have written every tensor."""
+    """Return all tensors, with the places where ranks have written their pieces."""
     tensors = {name: SavedTensor(*kind, []) for name, kind in planned.kinds.items()}
     for pieces, part in zip(planned.pieces, parts, strict=True):
         for (name, box), start in zip(pieces, part.starts, strict=True):
@@ -205,11 +206,11 @@ def _tensors(planned: Planned, parts: Sequence[Part]) -> dict[str, SavedTensor]:
 
 
 def _say(note: Path, write: Callable[[], Part]) -> None:
-    """Write this rank's part, and say to rank 0 what has been written, or why it has not."""
+    """Write this rank's part, and report to rank 0 what has been written, or the error."""
     try:
         part = write()
     except Exception as error:
-        with suppress(OSError):  # where nothing can be written, the next call raises
+        with suppress(OSError):  # if nothing can be written, the next call still raises
             _put_note(note, {"error": f"{type(error).__name__}: {error}"})
         raise
     file = None if part.file is None else asdict(part.file)
@@ -217,17 +218,17 @@ def _say(note: Path, write: Callable[[], Part]) -> None:
 
 
 def _said(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[Part]:
-    """Return what all ranks have written, once they have said it.
+    """Wait for the reports of all ranks, and return what they have written.
 
     Raises:
-        ZerocastError: where one has failed, or does not say it within the communicator's timeout;
-            or where ``is_futile`` is set.
+        ZerocastError: if a rank has failed, does not report within the communicator's timeout, or
+            ``is_futile`` is set.
     """
     end, parts, failed = time.monotonic() + comm.timeout, list[Part](), list[str]()
     for rank in range(comm.size):
         note, pause = _note(claim, rank), 0.001
         while not note.exists():
-            is_late = rank == comm.rank or time.monotonic() > end  # its own has been written
+            is_late = rank == comm.rank or time.monotonic() > end  # this rank wrote its note before
             if is_late or is_futile.wait(pause):
                 raise ZerocastError(
                     f"rank {rank} has not written its part of a checkpoint within {comm.timeout:g} "
@@ -239,7 +240,7 @@ def _said(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[
             failed.append(f"rank {rank} could not write its part: {said['error']}.")
             continue
         parts.append(Part(said["file"] and FileInfo(**said["file"]), said["starts"]))
-    if failed:  # and no rank is writing any more
+    if failed:  # no rank is still writing
         raise ZerocastError(" ".join(failed))
     return parts
 
@@ -249,7 +250,7 @@ def _note(claim: Claim, rank: int) -> Path:
 
 
 def _put_note(note: Path, said: dict[str, Any]) -> None:
-    """Write a note, which others see whole or not at all."""
+    """Write a note atomically: other ranks see all of it or nothing."""
     draft = note.with_suffix(".draft")
     write_file(draft, json.dumps(said).encode())
     draft.replace(note)

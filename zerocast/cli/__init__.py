@@ -1,11 +1,11 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
 ``estimate MODEL``, ``fit FILE``, ``conform PACKAGE`` and ``reproduce FILE``.
 
-doctor says what this installation can do, what would be slow and why, and compares the sharded cast
-with the unsharded one. inspect describes the tensors of a checkpoint. estimate says what a training
-step of a model costs. These print text, or JSON for other programs. fit measures this machine for
-estimate. conform says which bytes of a package are others than ours, and why. reproduce repeats a
-cast in which ``verify`` found a difference.
+doctor reports what this installation can do, what would be slow and why, and compares the sharded
+cast with the unsharded one. inspect describes the tensors of a checkpoint. estimate computes the
+costs of a training step of a model. These print text, or JSON for other programs. fit measures this
+machine for estimate. conform reports which bytes of a package differ from ours, and why. reproduce
+repeats a cast in which ``verify`` found a difference.
 """
 
 import argparse
@@ -21,9 +21,10 @@ from zerocast.safe_files import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of ``arguments``, by default those of the process; return its exit code: 1
-    where doctor finds something wrong, or reproduce or conform a difference; 2 where a command
-    cannot do what it was asked to.
+    """Run the command in ``arguments``, by default those of the process, and return its exit code.
+
+    The code is 1 if doctor finds something wrong, or reproduce or conform a difference; 2 if a
+    command fails.
     """
     parser = argparse.ArgumentParser(
         prog="python -m zerocast",

@@ -1,9 +1,9 @@
-"""Reading checkpoints: one tensor at a time, in every format; nothing in a file is executed.
+"""Reads checkpoints of several formats, one tensor at a time, without executing code in a file.
 
 It reads files of ``torch.save``, which are zip archives, with ``weights_only=True``;
-``.safetensors`` files, where the package safetensors is installed; directories of
-``torch.distributed.checkpoint``; and directories that hold files of the first two kinds. No file
-makes it take much more memory than the file has bytes.
+``.safetensors`` files, if the package safetensors is installed; directories of
+``torch.distributed.checkpoint``; and directories with files of the first two kinds. It does not
+take much more memory than a file has bytes, whatever the file contains.
 """
 
 import io
@@ -27,39 +27,40 @@ NamedTensor = tuple[str, torch.Tensor | None]
 """A name and its tensor; None for other values."""
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""The files of a directory that are read."""
+"""The suffixes of the files in a directory that are read."""
 
 STANDS_FOR = (
     "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
     "torch.serialization", "pathlib", "pathlib._local",
 )  # fmt: skip
-"""The modules of what metadata of torch.distributed.checkpoint consist of, dtypes and sizes left
-out.
+"""The modules of the objects in metadata of torch.distributed.checkpoint, except dtypes and sizes.
 """
 
 DEEPEST = 1000
-"""The most tuples in each other of a pickle: Python can save no more, and has no stack to compare
-100,000.
+"""The greatest depth of nested tuples in a pickle: Python cannot save deeper ones, and its stack
+overflows when it compares tuples 100,000 deep.
 """
 
 FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS")
-"""The operations of pickles that put values into what stands before them."""
+"""The operations of pickles that put values into the object below them on the stack."""
 
 CALLS = ("REDUCE", "NEWOBJ", "BUILD")
-"""The operations of pickles that can copy what they are given."""
+"""The operations of pickles that can copy their arguments."""
 
 END, LOCATOR, END_OF_LARGE = 22, 20, 56
-"""The bytes of the records at an archive's end: its last, and the two of archives above 4 GiB."""
+"""The sizes in bytes of the records at the end of an archive: the last one, and the two of archives
+above 4 GiB.
+"""
 
 MOST_FIELDS = 64
 """The most dimensions of a shape in metadata, and attributes of an object."""
 
 
 def entries(path: Path) -> Iterator[NamedTensor]:
-    """Yield everything that the checkpoint at ``path`` holds, on the CPU.
+    """Yield every entry of the checkpoint at ``path``, with tensors on the CPU.
 
     Raises:
-        InputError: where it does not exist, or cannot be read without executing what it says.
+        InputError: if it does not exist, or cannot be read without executing code in it.
     """
     if path.is_dir():
         yield from _directory(path)
@@ -77,7 +78,7 @@ def entries(path: Path) -> Iterator[NamedTensor]:
 
 
 def sources(path: Path) -> list[Path]:
-    """Return the files of which a checkpoint at ``path`` may consist."""
+    """Return the files that may belong to a checkpoint at ``path``."""
     files = path.rglob("*") if path.is_dir() else [path]
     suffixes = (*SUFFIXES, ".distcp", ".metadata")
     return [file for file in files if file == path or file.name.endswith(suffixes)]
@@ -88,7 +89,7 @@ def _directory(path: Path) -> Iterator[NamedTensor]:
         yield from _distributed(path)
         return
     files = [each for each in sorted(path.iterdir()) if each.suffix in SUFFIXES]
-    files = [each for each in files if not each.is_dir()]  # links make many names of few of these
+    files = [each for each in files if not each.is_dir()]  # links could multiply directories
     if not files:
         raise InputError(
             f"inspect needs a directory of torch.distributed.checkpoint, which has a file "
@@ -123,7 +124,7 @@ def _load(source: IO[bytes], path: Path) -> Any:
             if sum(member.file_size for member in members) > size:
                 raise InputError("it has members that are compressed, or share their bytes.")
             _check_directory(source, archive)
-            names = {member.filename.lower() for member in members}  # as torch finds them
+            names = {member.filename.lower() for member in members}  # torch ignores case
             keys = {name.partition("/data/")[2] for name in names}
             for member in members:
                 if member.filename.lower().endswith(".pkl"):
@@ -135,8 +136,8 @@ def _load(source: IO[bytes], path: Path) -> Any:
             f"{path} must be a zip archive, as torch.save writes since torch 1.6, and is none "
             f"({error}); it is damaged, or of another format."
         ) from error
-    except Exception as error:  # what a damaged file makes torch's unpickler raise
-        said = str(error).rpartition("WeightsUnpickler error: ")[2]  # of torch's advice the reason
+    except Exception as error:  # torch's unpickler raises many kinds for a damaged file
+        said = str(error).rpartition("WeightsUnpickler error: ")[2]  # without torch's advice
         reason = (said.strip().splitlines() or [repr(error)])[0].partition(". ")[0].rstrip(".")
         raise InputError(
             f"{path} must hold tensors and plain containers alone, which torch.load reads with "
@@ -145,16 +146,17 @@ def _load(source: IO[bytes], path: Path) -> Any:
 
 
 def _check_directory(source: IO[bytes], archive: zipfile.ZipFile) -> None:
-    """Raise :class:`InputError` where torch would read another directory of an archive than zipfile
-    has read: each looks for it in a way of its own.
+    """Raise :class:`InputError` if torch might read another directory of an archive than zipfile.
+
+    They search for it in different ways.
     """
     source.seek(-END - LOCATOR, io.SEEK_END)
     end = source.read()
     is_large, at = end.startswith(b"PK\6\7"), int.from_bytes(end[8:16], "little")
-    source.seek(archive.start_dir + 42)  # where the first member is, as it says itself
+    source.seek(archive.start_dir + 42)  # the offset of the first member, as stored
     first = int.from_bytes(source.read(4), "little")
     if (
-        not end.startswith(b"PK\5\6", LOCATOR)  # a comment follows it
+        not end.startswith(b"PK\5\6", LOCATOR)  # a comment follows the last record
         or (is_large and at + END_OF_LARGE + len(end) != source.seek(0, io.SEEK_END))
         or first != archive.infolist()[0].header_offset
     ):
@@ -162,10 +164,12 @@ def _check_directory(source: IO[bytes], archive: zipfile.ZipFile) -> None:
 
 
 def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
-    """Raise :class:`InputError` where a pickle would take more memory or time than is in it, or
-    gives one of the records ``keys``, in lower case, another name than its own.
+    """Raise :class:`InputError` if a pickle would take much more memory or time than its size.
+
+    Also raise it if the pickle refers to one of the records ``keys``, in lower case, by a name in
+    another case or with a NUL.
     """
-    stack, marks = list[list[int]](), list[int]()  # of each value: how deep its tuples, its size
+    stack, marks = list[list[int]](), list[int]()  # for each value: depth of its tuples, its size
     memo, copied, most = dict[int, list[int]](), 0, 10 * len(data)
     for opcode, argument, _ in pickletools.genops(data):
         name, before = opcode.name, opcode.stack_before
@@ -203,8 +207,8 @@ def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
 
 
 def _check_bytes(tensor: torch.Tensor, size: int) -> None:
-    """Raise :class:`InputError` where a file of ``size`` bytes has not all that one of its tensors
-    would show, as one whose elements share their memory.
+    """Raise :class:`InputError` if a tensor has more bytes than its file of ``size`` bytes, since
+    its elements share memory.
     """
     nbytes = tensor.numel() * tensor.itemsize
     if why_no_memory(tensor) is None and nbytes > size:
@@ -215,8 +219,9 @@ def _check_bytes(tensor: torch.Tensor, size: int) -> None:
 
 
 def _flat(prefix: str, value: Any, left: Iterator[int]) -> Iterator[NamedTensor]:
-    """Yield the leaves of nested dictionaries and sequences, by names joined with dots; ``left``
-    counts them, and what they are in.
+    """Yield the leaves of nested dictionaries and sequences, with names joined by dots.
+
+    ``left`` yields once for each leaf and container, and an InputError is raised when it ends.
     """
     if next(left, None) is None:
         raise InputError(f"a file has fewer values than bytes, and {prefix} of one has more.")
@@ -232,7 +237,7 @@ def _flat(prefix: str, value: Any, left: Iterator[int]) -> Iterator[NamedTensor]
 
 
 class _Record:
-    """Stands for an object of the metadata, whose attributes alone are read, whatever made it."""
+    """A stand-in for any object in the metadata, of which only attributes are read."""
 
     offset: Any = None
     transform_descriptors: Any = None
@@ -249,7 +254,7 @@ class _Record:
 
 
 class _Metadata(pickle.Unpickler):
-    """Unpickles the metadata of a checkpoint; imports nothing, and calls nothing else."""
+    """An unpickler of metadata that imports nothing, and calls only :class:`_Record` and sizes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in STANDS_FOR:
@@ -278,7 +283,7 @@ def _distributed(path: Path) -> Iterator[NamedTensor]:
         for index, info in found.storage_data.items():
             pieces.setdefault(index.fqn, []).append((index.offset, info))
         whole = found.state_dict_metadata.items()
-    except Exception as error:  # a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle can raise anything
         raise InputError(
             f"{path / '.metadata'} is not that of torch.distributed.checkpoint: {error}"
         ) from error
@@ -299,7 +304,7 @@ def _distributed(path: Path) -> Iterator[NamedTensor]:
 
 
 def _joined(described: Any, pieces: Sequence[tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """Return a tensor of its pieces, each with the place of its first element."""
+    """Return a whole tensor from its pieces, given with the offsets of their first elements."""
     shape, dtype = tuple(described.size), described.properties.state[0]
     boxes = [Box(tuple(offset or ()), tuple(tensor.shape)) for offset, tensor in pieces]
     if not are_whole(shape, boxes):
@@ -317,7 +322,7 @@ def _joined(described: Any, pieces: Sequence[tuple[Any, torch.Tensor]]) -> torch
 
 
 def _piece(path: Path, info: Any) -> torch.Tensor:
-    """Return what one rank stored of one tensor."""
+    """Return one stored piece of a tensor."""
     file = (path / info.relative_path).resolve()
     if not file.is_relative_to(path.resolve()) or info.transform_descriptors:
         raise InputError(

@@ -1,6 +1,4 @@
-"""``python -m zerocast conform``: measures a package by conformance packs, or writes the packs to
-files.
-"""
+"""``python -m zerocast conform``: compares a package with conformance packs, or writes these."""
 
 import argparse
 import contextlib
@@ -16,7 +14,7 @@ from zerocast.lab.costs.cost_tables import markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of the command."""
+    """Add the arguments of the command."""
     known = ", ".join(PACKAGES)
     parser.add_argument("package", nargs="?", metavar="PACKAGE", help=f"{known}; or module:name")
     parser.add_argument("--packs", type=Path, metavar="DIRECTORY", help="write the packs there")
@@ -25,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> tuple[str, int]:
-    """Return what is found, as text, and the exit code: 1 where a byte differs.
+    """Return the output and the exit code, which is 1 if a byte differs.
 
     Raises:
-        InputError: where nothing is asked for, or the package cannot be measured.
+        InputError: if neither argument is given, or the package cannot be measured.
     """
     if given.package is None and given.packs is None:
         raise InputError("give PACKAGE to be measured, or --packs DIRECTORY to write the packs to.")
-    with contextlib.redirect_stdout(sys.stderr):  # where packages may say what they like
+    with contextlib.redirect_stdout(sys.stderr):  # packages may print
         package = None if given.package is None else package_of(given.package)
         made = packs()
         scores = score(package, made) if package is not None else []
@@ -57,7 +55,7 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
 
 
 def explanation(found: Score) -> str:
-    """Return what is said of a pack in which something differs or is refused; else nothing."""
+    """Return the text on a pack with a difference or a refusal; else an empty string."""
     lines = [f"first, {found.first}"] if found.different else []
     if found.causes is None:
         lines.append("unexplained: no known changes to the formula give these bytes")

@@ -1,5 +1,5 @@
-"""TensorDescription: the ranges of one tensor's values, codes and scales, and how often codes are
-zero or at the end of their range.
+"""TensorDescription: the ranges of a tensor's values, codes and scales, and the shares of zeros and
+of saturated codes.
 """
 
 from collections.abc import Iterator
@@ -23,29 +23,29 @@ from zerocast.numerics import (
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 PIECE = 2**22
-"""Elements that are counted at once, which bounds the memory that counting takes."""
+"""The number of elements that are counted at once, to bound the memory for counting."""
 
 FLOAT8 = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-"""torch's own dtypes whose elements are codes."""
+"""torch's FP8 dtypes, and the formats of their codes."""
 
 
 @dataclass
 class TensorDescription:
-    """One tensor of a checkpoint; None where a question has no meaning for it.
+    """A description of one tensor of a checkpoint; None where an attribute does not apply.
 
     Attributes:
-        name, shape, dtype: to torch; of a quantized weight the nominal ones.
+        name, shape, dtype: those of the torch tensor; nominal ones for a quantized weight.
         recipe: the recipe of a quantized weight; else empty.
-        nbytes: all that is stored.
+        nbytes: the stored bytes.
         amax: the largest finite magnitude of the values.
         codes: the smallest and largest value of codes, without scales.
-        scales: the smallest and largest scale that is stored, ``scale_inv``, padding left out.
-        saturated: the share of codes at the largest magnitude of their format. A cast maps the amax
-            of each block there or near it, so it is not zero.
+        scales: the smallest and largest stored scale, ``scale_inv``, without padding.
+        saturated: the share of codes with the largest magnitude of their format. It is not zero,
+            since a cast maps the amax of each block to or near that magnitude.
         zeros: the share of elements that are zero.
-        not_finite: the number of values, or scales, that are NaN or infinite.
+        not_finite: the number of values, codes or scales that are NaN or infinite.
         bars: a histogram of magnitudes, as shares: of codes by value (4 bits) or by exponent
-            (8 bits), of plain values by power of two.
+            (8 bits), of unquantized values by power of two.
         labels: the texts of the bars.
     """
 
@@ -65,7 +65,7 @@ class TensorDescription:
 
 
 def describe(name: str, tensor: torch.Tensor) -> TensorDescription:
-    """Describe ``tensor``, of which every element is read."""
+    """Return the description of ``tensor``, after reading every element."""
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     about = TensorDescription(name, shape, dtype, nbytes=tensor.nbytes)
     if isinstance(tensor, QuantizedTensor):
@@ -90,7 +90,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _counts(codes: torch.Tensor) -> torch.Tensor:
-    """Count how often each byte of ``codes`` occurs: int64 [256]."""
+    """Return how often each byte value occurs in ``codes``, int64 [256]."""
     counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     for piece in _pieces(codes):
         counts += torch.bincount(piece, minlength=256)
@@ -104,7 +104,7 @@ def _describe_quantized(about: TensorDescription, tensor: QuantizedTensor) -> No
     about.recipe = str(storage.recipe)
     about.nbytes = sum(buffer.nbytes for buffer in storage.buffers.values())
     counts = _counts(codes)
-    if fmt.bits == 4:  # of bytes, which hold two; the last of an odd row holds one, and 0
+    if fmt.bits == 4:  # two codes per byte; the last byte of an odd row has one code, and 0
         counts = counts.view(16, 16)
         counts = counts.sum(0) + counts.sum(1)
         counts[0] -= storage.stack.numel() * plane.grid.rows * (plane.grid.cols % 2)
@@ -120,7 +120,7 @@ def _describe_quantized(about: TensorDescription, tensor: QuantizedTensor) -> No
 
 
 def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
-    """Return the stored scale of every block, without padding and repeats: FP32 [blocks_h,
+    """Return the stored scales of all blocks without padding and repeats: FP32 [blocks_h,
     blocks_w].
     """
     name = plane.scales_name if plane.stores_scales else "rowwise_scale_inv"
@@ -133,7 +133,7 @@ def scales_of(storage: QuantizedStorage, plane: Plane) -> torch.Tensor:
 
 
 def _describe_codes(about: TensorDescription, counts: torch.Tensor, fmt: ElementFormat) -> None:
-    """Describe codes, each of which occurs ``counts`` times, int64 [2^bits]."""
+    """Add the description of codes, whose numbers of occurrences are ``counts``, int64 [2^bits]."""
     total = int(counts.sum())
     if not total:
         return
@@ -158,7 +158,7 @@ def _describe_values(about: TensorDescription, tensor: torch.Tensor) -> None:
     # By the exponent field of FP32: 0 for 2^-127 and less.
     exponents = torch.zeros(256, dtype=torch.int64, device="cpu")
     for stored in _pieces(tensor):
-        piece = stored.float() if stored.itemsize == 1 else stored  # which torch counts as they are
+        piece = stored.float() if stored.itemsize == 1 else stored  # torch can count wider ones
         finite = piece if bool(piece.isfinite().all()) else piece[piece.isfinite()]
         not_finite += piece.numel() - finite.numel()
         if finite.numel():

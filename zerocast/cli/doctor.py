@@ -1,8 +1,7 @@
-"""doctor: lists what this installation finds on this machine, what is missing, slow or wrong, and
-why.
+"""doctor: reports what this installation finds on this machine, and what is missing, slow or wrong.
 
 Every finding has a status: ``ok``; ``missing``, something optional that is not there; ``slow``,
-right but slower than it could be; ``wrong``, which makes the exit code 1.
+correct but slower than possible; ``wrong``, which makes the exit code 1.
 """
 
 import importlib.metadata
@@ -37,10 +36,10 @@ PACKAGES = {
     "accelerate": "",
     "torchtitan": "",
 }
-"""Optional packages, and what they are for; those without a word are named only where they are."""
+"""Optional packages and their uses; packages without a text are listed only if installed."""
 
 LAUNCHERS = {"Intel MPI": "Intel", "MPICH": "HYDRA|MPICH", "Open MPI": "Open MPI|OpenRTE|PRRTE"}
-"""The MPI libraries that a launcher may belong to, and what its version says of them."""
+"""The MPI libraries that a launcher may belong to, and patterns of its version text."""
 
 ASK_MPI = """
 import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -49,7 +48,7 @@ print(MPI.get_vendor()[0], '.'.join(map(str, MPI.get_vendor()[1])))
 """
 
 SLOW_BF16 = 4.0
-"""A product in BF16 that takes so many times as long as one in FP32 is called slow."""
+"""The ratio of the times of a BF16 and an FP32 product above which BF16 is reported as slow."""
 
 _DECODED = "layers multiply decoded operands, which saves memory and communication, no arithmetic:"
 
@@ -60,7 +59,7 @@ class Finding(NamedTuple):
     Attributes:
         name: the name of the thing that was checked.
         status: "ok", "missing", "slow" or "wrong".
-        text: the result of the check, and what to do where something must be done.
+        text: the result of the check, and what to do, if anything.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Finding(NamedTuple):
 
 
 def report(*, as_json: bool = False) -> tuple[str, int]:
-    """Return the report as text or JSON, and the exit code: 1 where a finding is ``wrong``."""
+    """Return the report as text or JSON, and the exit code: 1 if a finding is ``wrong``."""
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
         "Versions": versions,
         "Processor": processor,
@@ -99,7 +98,7 @@ def report(*, as_json: bool = False) -> tuple[str, int]:
 
 
 def versions() -> Iterator[Finding]:
-    """Look at zerocast, Python, torch, and packages that zerocast works with."""
+    """Yield findings on zerocast, Python, torch, and packages that zerocast works with."""
     place = Path(zerocast.__file__).parent
     yield Finding("zerocast", "ok", f"{zerocast.__version__} in {place}")
     yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
@@ -113,7 +112,7 @@ def versions() -> Iterator[Finding]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -121,7 +120,7 @@ def version_of(package: str) -> str | None:
 
 
 def processor() -> Iterator[Finding]:
-    """Look at the CPU: cores, threads, and how fast it multiplies BF16."""
+    """Yield findings on the CPU: cores, threads, and the speed of BF16 products."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     system = f"{platform.system()} on {platform.machine()}"
     yield Finding("system", "ok", f"{system}, {cores} cores for this process")
@@ -144,7 +143,7 @@ def processor() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
-    """Look at what casts CPU tensors, and whether what is missing could be built."""
+    """Yield findings on the backends of CPU tensors, and on a compiler to build a missing one."""
     yield Finding("reference", "ok", "plain torch: right everywhere and fast nowhere")
     try:
         path = native_library.find_library()
@@ -169,8 +168,9 @@ def backends() -> Iterator[Finding]:
 
 
 def installed_library() -> Path | None:
-    """Return the native library of the zerocast that pip installed, which another one on Python's
-    path, as that of a clone, may hide; None where there is none.
+    """Return the native library of the installed distribution of zerocast, or None.
+
+    Another zerocast on Python's path, such as a clone, may hide that distribution.
     """
     if version_of("zerocast") is None:
         return None
@@ -180,7 +180,7 @@ def installed_library() -> Path | None:
 
 
 def ranks() -> Iterator[Finding]:
-    """Look at torch.distributed's backends, the MPI library that mpi4py loads, and the launcher."""
+    """Yield findings on torch.distributed's backends, mpi4py's MPI library, and the launcher."""
     yield Finding("threads", "ok", "zerocast.comm.run_in_process")
     dist = torch.distributed
     if dist.is_available():
@@ -210,7 +210,10 @@ def ranks() -> Iterator[Finding]:
 
 
 def mpi_library() -> Finding:
-    """Ask another process which MPI mpi4py loads, because one that cannot be loaded may end it."""
+    """Return a finding on the MPI that mpi4py loads.
+
+    A separate process loads it, since one that cannot be loaded may end the process.
+    """
     if version_of("mpi4py") is None:
         return Finding("MPI", "missing", "mpi4py is not installed")
     answer = run([sys.executable, "-c", ASK_MPI])
@@ -221,7 +224,7 @@ def mpi_library() -> Finding:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` for a minute at most; where it cannot run or does not end, it has failed."""
+    """Run ``command`` for at most a minute; return code 1 if it cannot run or does not end."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -229,7 +232,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def gpu() -> Iterator[Finding]:
-    """Look at CUDA devices, the backend for them, and which products they compute on codes."""
+    """Yield findings on CUDA devices, their backend, and the products that run on codes."""
     if not torch.cuda.is_available():
         yield Finding("devices", "missing", "torch sees no CUDA device")
         yield Finding("products on codes", "slow", f"{_DECODED} torch sees no CUDA device")
@@ -258,7 +261,7 @@ def gpu() -> Iterator[Finding]:
 
 
 def casts(device: torch.device) -> Iterator[Finding]:
-    """Compare the sharded cast of every recipe with the unsharded one."""
+    """Yield findings on the sharded cast of every recipe, compared with the unsharded one."""
     for name, recipe in recipes().items():
         try:
             compared = compare_casts(recipe, device)

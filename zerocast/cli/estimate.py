@@ -1,5 +1,5 @@
-"""estimate: computes the bytes, memory and time of a training step of a model, beside those of BF16
-and FP8; fit: measures the costs of this machine.
+"""estimate: computes the bytes, memory and time of a training step, compared with BF16 and FP8;
+fit: measures the costs of this machine.
 """
 
 import argparse
@@ -45,18 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers in an argument with commas: of several arguments the last would be MODEL,
-    which may stand behind the options.
+    """Return the numbers in a comma-separated argument. Separate arguments are not possible, since
+    MODEL may follow the options.
     """
     return [int(each) for each in text.split(",")]
 
 
 def run(given: argparse.Namespace) -> tuple[str, int]:
-    """Return what is printed, and the exit code.
+    """Return the output and the exit code.
 
     Raises:
-        ZerocastError: for arguments that do not fit, or what is not installed.
-        OSError: where a file cannot be read or written.
+        ZerocastError: for wrong arguments, or if a needed package is not installed.
+        OSError: if a file cannot be read or written.
     """
     machine = Machine.load(given.machine)
     options = StepOptions(
@@ -101,11 +101,11 @@ def fit(path: Path, recipe: str, ranks: int) -> tuple[str, int]:
     Args:
         path: the file.
         recipe: the name of the weights' recipe.
-        ranks: threads of this process that play the ranks.
+        ranks: the number of ranks, which are threads of this process.
 
     Raises:
-        InputError: for another number of ranks than 1 to 64.
-        OSError: where the file cannot be written.
+        InputError: if ``ranks`` is not 1 to 64.
+        OSError: if the file cannot be written.
     """
     check_integer("ranks", ranks, 1, 64)
     machine, checks = run_in_process(ranks, lambda comm: fit_machine(comm, recipe))[0]

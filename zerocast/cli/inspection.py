@@ -1,6 +1,4 @@
-"""inspect: shows the tensors of a checkpoint as a table, as JSON, or as a page with a picture of
-each.
-"""
+"""inspect: shows the tensors of a checkpoint as a table, as JSON, or as a page with histograms."""
 
 from __future__ import annotations
 
@@ -32,15 +30,15 @@ rect { fill: #3367d6 }
 
 
 def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> tuple[str, int]:
-    """Return what is printed of the checkpoint at ``path``, and the exit code.
+    """Return the output for the checkpoint at ``path``, and the exit code.
 
     Args:
-        path: a file or a directory, as :func:`zerocast.cli.checkpoint_files.entries` reads them.
-        as_json: whether a list of :class:`TensorDescription` is printed instead of a table.
-        page: a file to which an HTML page is written, too.
+        path: a file or directory that :func:`zerocast.cli.checkpoint_files.entries` can read.
+        as_json: whether to print a list of :class:`TensorDescription` instead of a table.
+        page: a file to which an HTML page is also written.
 
     Raises:
-        InputError, OSError: where it cannot be read, or the page not be written.
+        InputError, OSError: if the checkpoint cannot be read, or the page cannot be written.
     """
     described, others = [], []
     try:
@@ -51,7 +49,7 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
                 described.append(describe(name, tensor))
     except (ZerocastError, OSError, MemoryError, RecursionError):
         raise
-    except Exception as error:  # a file may give its objects attributes in place of their methods
+    except Exception as error:  # attributes in a file may shadow the methods of its objects
         raise InputError(f"{path} cannot be shown: {type(error).__name__}: {error}") from error
     if page is not None:
         text = as_html(str(path), described, others)
@@ -62,7 +60,7 @@ def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> t
 
 
 def cells(about: TensorDescription) -> list[str]:
-    """Return the row of one tensor, under :data:`HEAD`."""
+    """Return the row of one tensor, with the columns of :data:`HEAD`."""
 
     def span(ends: tuple[float, float] | None) -> str:
         return "" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
@@ -94,7 +92,7 @@ def table(described: Sequence[TensorDescription]) -> list[str]:
 
 
 def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> str:
-    """Return one sentence on all of them."""
+    """Return a summary of all tensors and other entries."""
     quantized = [each for each in described if each.recipe]
     text = (
         f"{len(described)} tensors, {sum(each.nbytes for each in described):,} bytes; "
@@ -107,7 +105,7 @@ def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> st
 
 
 def as_html(title: str, described: Sequence[TensorDescription], others: Sequence[str]) -> str:
-    """Return a page that needs no other file."""
+    """Return a self-contained HTML page."""
     escape = html.escape
     head = "".join(f"<th>{escape(name)}</th>" for name in (*HEAD, "magnitudes"))
     rows = "\n".join(

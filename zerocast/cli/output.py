@@ -1,4 +1,4 @@
-"""What a command writes: refused before any work where it would overwrite, whole or not at all."""
+"""Output paths of commands: checked before any work, and written completely or not at all."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from zerocast.errors import InputError
 from zerocast.safe_files import drafts_in, publish
 
 Reads = Callable[[argparse.Namespace], list[Path]]
-"""From the arguments of a command to the files that it reads, of which some need not exist."""
+"""Maps the arguments of a command to the files that it reads; some may not exist."""
 
 
 def add_output(
@@ -20,8 +20,9 @@ def add_output(
     reads: Reads = lambda given: [],
     is_directory: bool = False,
 ) -> None:
-    """Let :func:`drafted` give what the command writes to for its argument ``name``, the path of a
-    file or of a directory of files; and add ``--overwrite``.
+    """Declare that the command writes to its argument ``name`` by :func:`drafted`.
+
+    The argument is the path of a file, or of a directory of files. Also add ``--overwrite``.
     """
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.set_defaults(output=name, reads=reads, is_directory=is_directory)
@@ -29,12 +30,12 @@ def add_output(
 
 @contextmanager
 def drafted(given: argparse.Namespace) -> Iterator[Path | None]:
-    """Give the path that a command writes to, which becomes that of its argument at the end; None
-    where it writes nothing.
+    """Yield the path of a draft that the command writes, which replaces that of its argument at the
+    end; None if the command writes nothing.
 
     Raises:
-        InputError: where the path exists, if not to be overwritten, or is what the command reads.
-        OSError: where it cannot be written.
+        InputError: if the path exists and must not be overwritten, or the command reads it.
+        OSError: if it cannot be written.
     """
     path: Path | None = getattr(given, getattr(given, "output", ""), None)
     if path is None:

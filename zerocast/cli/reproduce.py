@@ -1,8 +1,8 @@
 """``python -m zerocast reproduce FILE``: repeats a cast in which ranks differed.
 
-The file is one that ``verify`` left (:mod:`zerocast.cast.fault_file`). The weight is cast whole by
-the reference and by this machine's backend, and from the same shards on as many threads; what the
-rank held is compared with them.
+The file is one that ``verify`` wrote (:mod:`zerocast.cast.fault_file`). The weight is cast whole by
+the reference backend and by the cpu backend, and from the same shards on threads. The bytes that
+the rank held, and the other casts, are compared with those of the reference backend.
 """
 
 import math
@@ -27,30 +27,30 @@ from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelSh
 from zerocast.tensors.quantize import quantize_into
 
 THREADS = 16
-"""The most threads that play ranks; each takes the weight's codes, and neighbours share one."""
+"""The most threads used as ranks, each of which holds the weight; neighbouring ranks share one."""
 
 
 class Fault:
-    """The cast that a file holds.
+    """The cast in a file.
 
     Attributes:
-        described: the header's.
-        name: the weight's.
-        owners: the ranks that own elements of it, and which.
-        cuts: where what they own begins, in order, and the end; of more than :data:`THREADS` that
-            of neighbours together.
-        title: the name of the weight, and the ranks that held it.
+        described: the description in the header.
+        name: the name of the weight.
+        owners: the ranks that own elements of the weight, with their extents.
+        cuts: the elements where these extents begin, in order, and the end; neighbouring extents
+            are merged if there are more than :data:`THREADS`.
+        title: the weight, its recipe and step, and the rank that held it.
         tensors: the tensors of the file, by name.
 
     Raises:
-        InputError: where the cast cannot be repeated here.
+        InputError: if the cast cannot be repeated here.
     """
 
     def __init__(self, path: Path) -> None:
         self.described, self.tensors = read_fault(path)
         try:
             self._read(self.described)
-        except Exception as error:  # what is damaged makes Python and torch raise anything
+        except Exception as error:  # a damaged file can make Python and torch raise anything
             raise InputError(
                 f"{path} cannot be repeated: {type(error).__name__}: {error}."
             ) from error
@@ -121,7 +121,7 @@ class Fault:
             )
 
     def weight(self) -> QuantizedStorage:
-        """The weight as it was before the cast."""
+        """Return the weight as it was before the cast."""
         made = QuantizedStorage.empty(
             self._shape, self._dtype, self._recipe, torch.device("cpu"),
             columnwise=bool(self.described["columnwise"]), tp_shard=self._tp_shard,
@@ -133,14 +133,14 @@ class Fault:
         return made
 
     def cast_whole(self, backend: str) -> QuantizedStorage:
-        """Cast the whole weight by this backend."""
+        """Return the whole weight, cast by this backend."""
         made = self.weight()
         with use_backend(backend):
             quantize_into(made, self.tensors["master"], least=self.tensors["amaxes"])
         return made
 
     def cast_sharded(self) -> list[QuantizedStorage]:
-        """Cast on threads, between ``cuts``; return what each then holds."""
+        """Cast the shards between ``cuts`` on threads; return the gathered weight of each."""
         found = cast_on_threads(
             lambda: QuantizedTensor(self.weight()), self.tensors["master"], self.cuts
         )
@@ -148,7 +148,7 @@ class Fault:
 
 
 def reproduce(path: Path) -> tuple[str, int]:
-    """Return what differs, as text, and the exit code: 1 where anything does."""
+    """Return the differences as text, and the exit code: 1 if there is any."""
     fault = Fault(path)
     expected = fault.cast_whole("reference")
     lines = [fault.title]

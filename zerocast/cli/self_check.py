@@ -1,5 +1,6 @@
-"""The self-check of doctor: compares the casts of every recipe, on ranks that are threads, with the
-unsharded cast by the reference backend.
+"""The self-check of doctor: compares sharded casts of every recipe with an unsharded cast.
+
+Ranks are threads, and the reference backend runs the unsharded cast.
 """
 
 import warnings
@@ -18,11 +19,11 @@ BOUNDS = (0, 1301, 1302, 96 * 160)
 
 
 class WrongCastError(Exception):
-    """The first bytes in which a sharded cast differs from the unsharded one."""
+    """The error for a sharded cast that differs from the unsharded one."""
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return the recipes by name, and NVFP4's and MXFP8's options that change a weight's cast."""
+    """Return all recipes by name, and variants of NVFP4 and MXFP8 that cast weights differently."""
     drawn = QParams(fp4_2d_quantization=True, stochastic_rounding=True)
     return {name: scheme() for name, scheme in RECIPES.items()} | {
         "mxfp8 in 32x32": MXFP8BlockScaling(enable_2d_quantization=True),
@@ -32,10 +33,10 @@ def recipes() -> dict[str, Recipe]:
 
 
 def compare_casts(recipe: Recipe, device: torch.device) -> int:
-    """Cast a weight sharded and unsharded; return how many bytes are equal on each rank.
+    """Cast a weight sharded and unsharded; return the number of bytes, all equal on each rank.
 
     Raises:
-        WrongCastError: where a byte differs.
+        WrongCastError: if a byte differs.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = torch.logspace(-6, 3, SHAPE[0], dtype=torch.float32, device="cpu").unsqueeze(1)
@@ -46,7 +47,7 @@ def compare_casts(recipe: Recipe, device: torch.device) -> int:
         return empty(SHAPE, recipe, device=device, name="w")
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which backend casts is a separate finding
+        warnings.simplefilter("ignore")  # the backend is reported by a separate finding
         with use_backend("reference"):
             whole = quantize(master, recipe, dtype=torch.bfloat16, name="w")
         gathered = cast_on_threads(make, master, BOUNDS)

@@ -2,9 +2,9 @@
 
     zerocast.export.save_pretrained(model, "served", dialect="compressed-tensors/fp8-block")
 
-The dialects say how each server names, shapes and encodes a weight; ``DIALECTS`` has them by name.
-The weights travel in codes, cast before anything is gathered, and are the same on any number of
-ranks, byte for byte.
+A dialect says how a server names, shapes and encodes a weight; ``DIALECTS`` maps names to them.
+Weights are cast before they are gathered, so ranks exchange codes. The result is the same on any
+number of ranks, byte for byte.
 
     dialects      names, shapes and formulas; known_dialects: the table of them
     entries       what is exported of a model, and what a rank has of it

@@ -1,9 +1,10 @@
-"""What ``config.json`` says of an export, above all which modules a server builds unquantized.
+"""The contents of ``config.json``, above all the modules that a server must build unquantized.
 
-A server builds a quantized layer for every module that the section does not name, and loads what is
-stored into it, values into codes as well. So all is named that some server builds as a linear layer
-or as experts: ``torch.nn.Linear``, stored or not, and modules with a stored parameter of two or
-more dimensions, but embeddings and biases. Names are those of the checkpoint.
+A server builds a quantized layer for every module that the section does not name. It loads whatever
+is stored into that layer, even unquantized values. So the section names every unquantized module
+that some server builds as a linear layer or as experts: each ``torch.nn.Linear``, stored or not,
+and each module with a stored parameter of two or more dimensions, except embeddings and biases.
+Names are those of the checkpoint.
 """
 
 import itertools
@@ -21,23 +22,23 @@ from zerocast.export.entries import Entry, ExportSource, Names, checkpoint_name
 from zerocast.export.experts import projections
 
 _OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
-"""A tensor of one expert, and the module of all of them."""
+"""Matches the name of a tensor of one expert; group 1 is the module of all experts."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What ``config.json`` says of an export.
+    """The contents of ``config.json`` for an export.
 
     Attributes:
-        source: what is exported.
+        source: the model, optimizer or plan that is exported.
         entries: its tensors.
-        dialect: theirs.
-        names: as of :class:`zerocast.export.Export`.
-        modules: of an optimizer or a plan, which know no modules, the names in the checkpoint of
-            those that a server must not build quantized; None where they are not known.
+        dialect: the dialect of the checkpoint.
+        names: see :class:`zerocast.export.Export`.
+        modules: for an optimizer or a plan, which do not know their modules, the names in the
+            checkpoint of those that a server must not build quantized; None if unknown.
 
     Raises:
-        InputError: for ``modules`` of a model, or that are no names.
+        InputError: if ``modules`` is given for a model, or is not a list of names.
     """
 
     source: ExportSource
@@ -61,13 +62,15 @@ class Configuration:
         """The names, in the checkpoint, of the modules that a server must not build quantized.
 
         Raises:
-            InputError: of an optimizer or a plan whose ``modules`` are not known.
+            InputError: for an optimizer or a plan whose ``modules`` are not known.
         """
         return list(self._by_name())
 
     def section(self) -> Section:
-        """Return the ``quantization_config``: where modules are matched as a whole, it has their
-        names in the model, too, by which transformers matches them.
+        """Return the ``quantization_config``.
+
+        Unless the dialect matches layers, it also lists the modules' names in the model, by which
+        transformers matches them.
 
         Raises:
             InputError: as :attr:`unquantized`.
@@ -82,7 +85,7 @@ class Configuration:
         return self.dialect.quantization_config([*dict.fromkeys([*found, *also])], of_heads)
 
     def contents(self) -> dict[str, Any]:
-        """Return all that is said beside the model's own configuration.
+        """Return the items to add to the model's own configuration.
 
         Raises:
             InputError: as :attr:`unquantized`.
@@ -104,8 +107,8 @@ class Configuration:
 
 
 def _kinds(entries: Sequence[Entry], source: ExportSource) -> list[str]:
-    """Return which kind of weight each entry would be. Output layers are those of transformers'
-    word, and of the name ``lm_head``.
+    """Return the kind of weight of each entry. An output layer is what transformers returns as
+    output embeddings, or a module named ``lm_head``.
     """
     head = getattr(source, "get_output_embeddings", lambda: None)()
     modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
@@ -121,10 +124,10 @@ def _kinds(entries: Sequence[Entry], source: ExportSource) -> list[str]:
 def check_weights_are_read(
     dialect: Dialect, entries: Sequence[Entry], source: ExportSource
 ) -> None:
-    """Check that servers read what is in codes, and build the experts of a module alike.
+    """Check that servers read every quantized weight, and that experts are quantized alike.
 
     Raises:
-        InputError: where they do not, with the name of a weight.
+        InputError: if not; it names a weight.
     """
     experts = {_experts_of(each) for each in entries if each.recipe} - {""}
     for entry, kind in zip(entries, _kinds(entries, source), strict=True):
@@ -145,11 +148,12 @@ def check_weights_are_read(
 
 
 def check_ties(model: torch.nn.Module) -> None:
-    """Check that a model of transformers ties its output layer to its embeddings if and only if its
-    configuration says so: servers go by that, and leave out what is stored of a tied one.
+    """Check that a transformers model ties its output layer exactly if its configuration says so.
+
+    Servers follow the configuration, and ignore the stored weight of a tied output layer.
 
     Raises:
-        InputError: where it does otherwise.
+        InputError: if model and configuration disagree.
     """
     config: Any = getattr(model, "config", None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -174,10 +178,11 @@ def check_ties(model: torch.nn.Module) -> None:
 def plain_modules(
     model: torch.nn.Module, entries: Sequence[Entry], dialect: Dialect, names: Names
 ) -> dict[str, str]:
-    """Return the modules that a server must not build quantized, by their names in the checkpoint,
-    with their names in the model; of experts, where layers are matched, each projection. One that
-    holds a quantized weight, or a module with one, there or in the checkpoint, is never named: its
-    name would stand for all.
+    """Return the modules that a server must not build quantized: checkpoint names to model names.
+
+    Where the dialect matches layers, experts are listed projection by projection. A module that
+    contains a quantized weight, in the model or in the checkpoint, is never listed, since its name
+    would match all of its layers.
     """
     above = _with_prefixes(entry.name for entry in entries if entry.recipe is not None)
     stored_above = _with_prefixes(entry.stored for entry in entries if entry.recipe is not None)
@@ -198,13 +203,13 @@ def plain_modules(
 
 
 def module_of_experts(name: str) -> str | None:
-    """Return the module of all experts where ``name`` is that of a tensor of one; else None."""
+    """Return the module of all experts if ``name`` is that of a tensor of one expert; else None."""
     found = _OF_AN_EXPERT.match(name)
     return None if found is None else found[1]
 
 
 def _names(entry: Entry, dialect: Dialect) -> list[str]:
-    """Return the names, in the checkpoint, of the module of a plain entry."""
+    """Return the names in the checkpoint of the modules of an unquantized entry."""
     if not entry.experts:
         return [_module(entry.stored)]
     is_alike = entry.stored.rpartition(".")[2] == entry.name.rpartition(".")[2]
@@ -218,7 +223,7 @@ def _module(name: str) -> str:
 
 
 def _with_prefixes(names: Iterable[str]) -> set[str]:
-    """Return ``names`` and those of all modules above them, the whole model's included."""
+    """Return ``names`` and the names of all their parent modules, including the model's, ""."""
     above = {""}
     for name in names:
         above.update(itertools.accumulate(name.split("."), "{}.{}".format))
@@ -226,7 +231,7 @@ def _with_prefixes(names: Iterable[str]) -> set[str]:
 
 
 def _experts_of(entry: Entry) -> str:
-    """Return the module, in the model, of the experts of which a tensor is; else nothing."""
+    """Return the module of experts in the model that a tensor belongs to; else an empty string."""
     return entry.experts or module_of_experts(entry.name) or ""
 
 

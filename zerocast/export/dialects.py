@@ -1,8 +1,8 @@
 """Dialects: how the checkpoints that servers load name, shape and encode a quantized weight.
 
-A server reads the codes of a matrix [M, K] row by row, under scales along K. So a dialect stores
-the rowwise plane of a weight: its codes as they are, and its scales without what pads or transposes
-them. Only NVFP4's tensor scale is computed from something, the tensor amax. The table of them is in
+A server reads the codes of a matrix [M, K] row by row, with scales along K. So a dialect stores the
+rowwise plane of a weight: its codes unchanged, and its scales without padding or transposition.
+Only NVFP4's tensor scale is computed, from the tensor amax. All dialects are in
 :mod:`zerocast.export.known_dialects`.
 """
 
@@ -26,17 +26,17 @@ Section = dict[str, Any]
 """The ``quantization_config`` of a ``config.json``."""
 
 LINEAR, EXPERTS, HEADS = "of a linear layer", "of experts", "of an output layer"
-"""Kinds of weights, as a message says it: servers have readers of their own for each."""
+"""Kinds of weights, as worded in messages: servers read each kind with different code."""
 
 
 @dataclass(frozen=True)
 class TensorScale:
-    """NVFP4's FP32 scale of the tensor, ``X.<name>`` of a module ``X``.
+    """NVFP4's FP32 tensor scale, stored as ``X.<name>`` for a module ``X``.
 
     Attributes:
-        name: what it is called.
-        inverted: whether it is ``6 * scale_max / amax``, of shape [1], by which a scale of a block
-            is divided; else ``amax / (6 * scale_max)``, of shape [], by which it is multiplied.
+        name: the last part of the tensor's name.
+        inverted: True for ``6 * scale_max / amax``, shape [1], by which block scales are divided;
+            False for ``amax / (6 * scale_max)``, shape [], by which they are multiplied.
     """
 
     name: str
@@ -44,11 +44,11 @@ class TensorScale:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that it is stored in."""
+        """The shape of the stored scale."""
         return (1,) if self.inverted else ()
 
     def of(self, amax: torch.Tensor, scale_max: int) -> torch.Tensor:
-        """Return the scales of the tensor amaxes ``amax``, FP32. An amax of 0 has the inverse 1."""
+        """Return the FP32 scales for tensor amaxes. The inverted scale of amax 0 is 1."""
         if not self.inverted:
             return amax / (6 * scale_max)
         scale = _quotient(6 * scale_max, amax).clamp(max=FLT_MAX)
@@ -57,9 +57,10 @@ class TensorScale:
     def amax(
         self, scale: torch.Tensor, scale_max: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return tensor amaxes, FP32, of which :meth:`of` makes the scales ``scale``; the nearest
-        ones where there are none. Of several, one that is a value of ``dtype``, as the amax of a
-        weight of that dtype is.
+        """Return FP32 tensor amaxes that :meth:`of` maps to ``scale``; the nearest if none exists.
+
+        If several exist, one that ``dtype`` can represent is preferred, since the amax of a weight
+        of that dtype is such a value.
         """
         largest = 6 * scale_max
         nearest = _quotient(largest, scale) if self.inverted else scale * largest
@@ -76,38 +77,38 @@ class TensorScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How one kind of checkpoint holds the quantized weight of a module ``X``.
+    """The format in which one kind of checkpoint stores the quantized weight of a module ``X``.
 
-    Names of tensors that begin with ``_`` are put behind that of the parameter instead:
-    ``X.weight_blocks``, or of experts in one parameter ``X.down_proj_blocks``.
+    A tensor name that begins with ``_`` is appended to the parameter's name instead:
+    ``X.weight_blocks``, or ``X.down_proj_blocks`` for experts in one parameter.
 
     Attributes:
-        name: what users call it.
-        recipe: the scheme by which masters are cast for it.
-        codes: ``X.<codes>`` are the codes: [M, K / 2], two of 4 bits a byte, the first one in the
-            low half; or [M, K] of 8 bits.
-        code_dtype: their dtype, a byte each.
-        code_block: bytes of a block of codes, which are then stored as [M, K / block, bytes]; None
-            where they are not.
-        scales: ``X.<scales>`` are the scales of the blocks.
-        scale_dtype: their dtype; float8_e8m0fnu where they are powers of two, whose exponents are
-            stored.
-        scale_shape: their shape where the tensor has one scale: [1] or []; [-1] where they are one
-            row; None where they are [blocks down a column, blocks along a row].
-        tensor_scale: NVFP4's scale of the tensor; None for other formats.
-        section: the ``quantization_config`` of ``config.json``, without the modules whose weights
-            stay unquantized.
-        unquantized_key: under which it names those.
-        reads: the kinds of weights whose codes servers read from it: LINEAR, EXPERTS, HEADS.
-        input_scale: ``X.<input_scale>`` is the static scale of the inputs of ``X``, FP32 [], which
-            the caller gives; None where servers scale inputs as they come.
-        also_in_config: what ``config.json`` has of it beside the section.
-        fuses_experts: whether a stack [..., M, K] is stored in one tensor, behind its leading
-            dimensions, and the matrices of a model that has them as [K, M] are turned for it; else
-            each projection of each expert is a weight of its own.
-        by_name: the dialects of weights that are stored otherwise in the same checkpoint, each
-            behind a pattern with ``*`` that the names of these match and those of all others do
-            not; the section is that of the whole.
+        name: the name by which users choose the dialect.
+        recipe: the recipe by which masters are cast.
+        codes: ``X.<codes>`` holds the codes: 4-bit ones as [M, K / 2], two per byte, the first in
+            the low half; 8-bit ones as [M, K].
+        code_dtype: the one-byte dtype in which codes are stored.
+        code_block: bytes per block of codes, which are then stored as [M, K / block, bytes]; None
+            if codes are not stored in blocks.
+        scales: ``X.<scales>`` holds the block scales.
+        scale_dtype: the dtype in which scales are stored; float8_e8m0fnu stores the exponents of
+            powers of two.
+        scale_shape: [1] or [] for one scale per tensor, [-1] for one row of scales; None for
+            [blocks down a column, blocks along a row].
+        tensor_scale: NVFP4's tensor scale; None for other formats.
+        section: the ``quantization_config`` of ``config.json``, without the list of unquantized
+            modules.
+        unquantized_key: the key of that list in the section.
+        reads: the kinds of weights whose codes servers read: LINEAR, EXPERTS, HEADS.
+        input_scale: ``X.<input_scale>`` holds the static scale of the inputs of ``X``, FP32 [],
+            given by the caller; None if servers scale inputs dynamically.
+        also_in_config: items of ``config.json`` beside the section.
+        fuses_experts: True if a stack [..., M, K] is stored in one tensor, for which matrices that
+            a model keeps as [K, M] are transposed; False if each projection of each expert is
+            stored as a separate weight.
+        by_name: pairs of a pattern with ``*`` and the dialect of the weights whose names match it,
+            for weights stored in another format in the same checkpoint. The checkpoint has only
+            the section of this dialect.
     """
 
     name: str
@@ -128,7 +129,7 @@ class Dialect:
     by_name: tuple[tuple[str, "Dialect"], ...] = ()
 
     def of(self, name: str) -> "Dialect":
-        """Return how the checkpoint has the parameter, or the tensor of one, ``name``."""
+        """Return the dialect of the parameter or stored tensor ``name``: see ``by_name``."""
         found = (other for like, other in self.by_name if fnmatch.fnmatchcase(name, like))
         return next(found, self)
 
@@ -140,13 +141,13 @@ class Dialect:
 
     @property
     def _stores_exponents(self) -> bool:
-        """Whether FP32 scales, powers of two, are stored as their exponents."""
+        """Whether the recipe's FP32 scales, powers of two, are stored as exponents."""
         is_float = self.recipe.numerics.scale_dtype == torch.float32
         return is_float and self.scale_dtype == torch.float8_e8m0fnu
 
     def parameter_of(self, name: str) -> tuple[str, str] | None:
-        """Return the parameter whose weight the tensor ``name`` of a checkpoint is part of, and
-        which of :attr:`names` it is; None where it is none.
+        """Return the parameter that the stored tensor ``name`` belongs to, and which of
+        :attr:`names` it is; None if it is not part of a quantized weight.
         """
         for part in self.names:
             if part.startswith("_") and name.endswith(part):
@@ -158,15 +159,16 @@ class Dialect:
 
     @property
     def matches_layers(self) -> bool:
-        """Whether readers match each layer of the checkpoint by its own name or class, as those of
-        compressed-tensors do; others build the experts of a module alike, by the module's name.
+        """Whether readers match each layer by its name or class, as those of compressed-tensors do.
+        Others match all experts at once, by the name of their module.
         """
         return self.section.get("quant_method") == "compressed-tensors"
 
     def quantization_config(self, unquantized: Sequence[str], heads: Sequence[str] = ()) -> Section:
-        """Return the section for a model whose modules ``unquantized``, by their names, are not,
-        and whose output layers ``heads`` are: vLLM's are not of the class Linear, so where layers
-        are matched they are targets of their own.
+        """Return the section for a model with these unquantized modules and quantized ``heads``.
+
+        vLLM's output layers are not of the class Linear, so if layers are matched, each of
+        ``heads`` is added as a target.
         """
         section = {**self.section, self.unquantized_key: list(unquantized)}
         if heads and self.matches_layers:
@@ -177,7 +179,7 @@ class Dialect:
         return section
 
     def has_section(self, given: Section) -> bool:
-        """Say whether ``given`` is the section of this dialect, for whatever model."""
+        """Return whether ``given`` is this dialect's section for some model."""
         heads: Sequence[str] = ()
         if self.matches_layers:
             with contextlib.suppress(LookupError, TypeError):
@@ -185,8 +187,8 @@ class Dialect:
         return {**given, self.unquantized_key: []} == self.quantization_config((), heads)
 
     def holds(self, recipe: Recipe, shape: Sequence[int]) -> bool:
-        """Say whether the bytes of a weight [M, K] of ``recipe``, or of the matrices of a stack,
-        can be stored as they are.
+        """Return whether this dialect can store the bytes of a weight of ``recipe`` unchanged;
+        ``shape`` is [M, K], or that of a stack of such matrices.
         """
         shape = shape[len(recipe.stack_of(shape)) :]
         own, given = self.recipe.numerics, recipe.numerics
@@ -198,8 +200,8 @@ class Dialect:
         return _scale_rows_and_columns(own_plane) == _scale_rows_and_columns(plane)
 
     def encode(self, storage: QuantizedStorage) -> dict[str, torch.Tensor]:
-        """Return what is stored of a weight that this dialect :meth:`holds`, by :attr:`names`;
-        views of its buffers where that is possible.
+        """Return the tensors, by :attr:`names`, that store a weight that this dialect
+        :meth:`holds`; views of its buffers where possible.
         """
         codes = storage.buffers[storage.planes[0].codes_name]
         return {
@@ -208,17 +210,15 @@ class Dialect:
         }
 
     def shaped_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the stored codes of a whole weight, a row of bytes each, in blocks where it has
-        such.
-        """
+        """Return a weight's stored codes, given with rows of bytes; in blocks if ``code_block``."""
         return codes if self.code_block is None else codes.unflatten(-1, (-1, self.code_block))
 
     def encode_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return ``codes``, uint8, those of a weight or of some of its elements, as stored."""
+        """Return uint8 ``codes``, of a weight or of some of its elements, in ``code_dtype``."""
         return codes.view(self.code_dtype)
 
     def encode_scales(self, storage: QuantizedStorage) -> dict[str, torch.Tensor]:
-        """Return what is stored of a weight beside its codes, which it need not hold."""
+        """Return the stored tensors other than the codes; ``storage`` need not have codes."""
         plane, numerics = storage.planes[0], storage.recipe.numerics
         scales = without_padding(plane, storage.buffers[plane.scales_name])
         encoded = {self.scales: self.encode_scale_values(scales.contiguous())}
@@ -232,7 +232,7 @@ class Dialect:
         return encoded
 
     def encode_scale_values(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return ``scales`` of blocks, contiguous, as stored."""
+        """Return contiguous block ``scales`` in ``scale_dtype``."""
         if self._stores_exponents:
             scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
         return scales.view(self.scale_dtype)
@@ -240,16 +240,14 @@ class Dialect:
     def decode(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
     ) -> QuantizedTensor:
-        """Return the weight that is stored as ``tensors``, by :attr:`names`: of :attr:`recipe`,
-        without a columnwise copy.
+        """Return the weight stored as ``tensors``, of :attr:`recipe`, without a columnwise copy.
 
         Args:
-            tensors: as :meth:`encode` returns them.
-            dtype: the weight's nominal one.
+            tensors: the stored tensors by :attr:`names`, as :meth:`encode` returns them.
+            dtype: the nominal dtype of the weight.
 
         Raises:
-            InputError: where a tensor is missing, or of another shape or dtype than this dialect
-                has.
+            InputError: if a tensor is missing, or its shape or dtype is not that of this dialect.
         """
         missing = [name for name in self.names if name not in tensors]
         if missing:
@@ -277,7 +275,8 @@ class Dialect:
                 f"{list(codes.shape)}."
             )
         make = partial(QuantizedStorage.empty, shape, dtype, self.recipe, columnwise=False)
-        # Scales that are not given take no memory: rows without elements can be any number.
+        # Expected shapes come from the meta device: a tensor with empty rows may have many scales,
+        # which must not be allocated before the given ones are checked.
         for name, like in self.encode(make(torch.device("meta"))).items():
             given = tensors[name]
             if (given.shape, given.dtype) != (like.shape, like.dtype):
@@ -296,14 +295,14 @@ class Dialect:
         scales.copy_(given.reshape(scales.shape))
         if self.tensor_scale is not None:
             assert isinstance(numerics, NVFP4Numerics)
-            if scales.any():  # else the tensor is 0, as it was made
+            if scales.any():  # else the amax stays 0, as allocated
                 scale = tensors[self.tensor_scale.name].reshape(1)
                 buffers["amax"].copy_(self.tensor_scale.amax(scale, numerics.scale_max, dtype))
         return QuantizedTensor(checked_storage(shape, dtype, self.recipe, buffers))
 
 
 def stored_name(parameter: str, part: str) -> str:
-    """Return the name, in a checkpoint, of the tensor ``part`` of a ``parameter``."""
+    """Return the name in a checkpoint of the tensor ``part`` of ``parameter``."""
     if part.startswith("_"):
         return parameter + part
     module = parameter.rpartition(".")[0]
@@ -315,8 +314,8 @@ def _scale_rows_and_columns(plane: Plane) -> tuple[int, int]:
 
 
 def without_padding(plane: Plane, scales: torch.Tensor) -> torch.Tensor:
-    """Return the view [..., rows, columns] of the stored ``scales``, of a matrix or of those of a
-    stack, that belong to blocks.
+    """Return the view [..., rows, columns] of stored ``scales`` without padding or transposition;
+    they are of a matrix or of a stack.
     """
     stack = scales.shape[: scales.dim() - len(plane.scale_shape)]
     stored = scales.view(*stack, *plane.scales.shape)
@@ -326,5 +325,7 @@ def without_padding(plane: Plane, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _quotient(number: int, by: torch.Tensor) -> torch.Tensor:
-    """Return ``number / by``, rounded once; torch's operator multiplies by a rounded inverse."""
+    """Return ``number / by``, rounded once; torch's ``number / by`` multiplies by a rounded
+    inverse.
+    """
     return torch.full_like(by, number) / by

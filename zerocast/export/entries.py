@@ -1,4 +1,4 @@
-"""What is exported of a model, and what this rank has of each weight; read before any cast."""
+"""The tensors of a model that are exported, and this rank's shard of each; read before any cast."""
 
 import dataclasses
 import fnmatch
@@ -22,10 +22,10 @@ from zerocast.sharded.placement import fsdp_dimension, is_sharded, to_local
 from zerocast.tensors import QuantizedTensor, TensorParallelShard
 
 ExportSource: TypeAlias = "torch.nn.Module | ZeroOptimizer | CastPlan"
-"""Who holds what is exported: a model, or only the weights of an optimizer or a plan."""
+"""The holder of the exported tensors: a model, or an optimizer or plan for its weights alone."""
 
 Names: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
-"""The names of parameters in the checkpoint by those in the model; others keep theirs."""
+"""Maps names in the model to names in the checkpoint; names missing from a mapping are kept."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Shard:
     """This rank's shard of a master.
 
     Attributes:
-        values: FP32, BF16 or FP16, flat or in rows; None where the rank owns nothing.
-        extent: the elements of the weight that they are.
-        comm: the ranks that own the others.
+        values: FP32, BF16 or FP16, flat or in rows; None if the rank owns nothing.
+        extent: their range in the elements of the weight.
+        comm: the ranks that together own all elements.
     """
 
     values: torch.Tensor | None
@@ -48,20 +48,20 @@ class Entry:
     """One tensor of the model that is exported.
 
     Attributes:
-        name: that of the parameter or buffer in the model.
-        tensor: the parameter or buffer; a DTensor where it is sharded.
-        dtype: the nominal one of a quantized weight; what any other is stored in.
-        recipe: by which it is cast, or was; None where it stays as it is.
-        shard: what it is cast from; None where its bytes are those of ``tensor``.
-        amax_group: the label of the weights that share its tensor amax; None for it alone.
-        tp_shard: the rows or columns that ``shard``, or its bytes, are of; None for all.
-        exported_as: its name in the checkpoint, ``name`` unless the caller has others.
-        unturned: of matrices that the checkpoint has transposed, what this rank has of the masters
-            as the model has them; ``shard`` gets its values by
+        name: the name of the parameter or buffer in the model.
+        tensor: the parameter or buffer; a DTensor if it is sharded.
+        dtype: the nominal dtype of a quantized weight; the stored dtype of any other tensor.
+        recipe: the recipe by which it is or was cast; None if it is not quantized.
+        shard: this rank's shard of the values to cast; None to export the bytes of ``tensor``.
+        amax_group: the label of the weights that share its tensor amax; None if it shares none.
+        tp_shard: the rows or columns that this rank has under tensor parallelism; None for all.
+        exported_as: its name in the checkpoint; ``name`` if empty.
+        unturned: this rank's shard of the masters in the model's order, for matrices that the
+            checkpoint has transposed; ``shard`` gets its values by
             :func:`zerocast.export.turned.with_turned_masters`. None for others.
-        experts: the module, in the model, of the stack of experts that it is or is of; else empty.
-        parts: of a stack that stays as it is the names, in the checkpoint, of its projections, each
-            of which is a tensor there; else none.
+        experts: the module in the model of the stack of experts that it is or belongs to; else "".
+        parts: the names in the checkpoint of the projections of a stack that is not quantized,
+            each stored as a tensor; else empty.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.tensor.shape if self.tp_shard is None else self.tp_shard.whole
 
     @property
@@ -87,11 +87,11 @@ class Entry:
         return self.exported_as or self.name
 
     def stored_name(self, part: str) -> str:
-        """The name, in the checkpoint, of the tensor ``part`` of a dialect."""
+        """Return the name in the checkpoint of the tensor ``part`` of a dialect."""
         return stored_name(self.stored, part)
 
     def named(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the whole ``value`` of one that stays as it is by its names in the checkpoint."""
+        """Return the whole ``value`` of an unquantized entry by its names in the checkpoint."""
         if not self.parts:
             return {self.stored: value}
         matrices = value.view(len(self.parts), -1, value.shape[-1])
@@ -99,21 +99,23 @@ class Entry:
 
     @property
     def is_value(self) -> bool:
-        """Whether it is a parameter that stays as it is, and whose values must be finite."""
+        """Whether it is an unquantized floating-point parameter, whose values must be finite."""
         is_parameter = isinstance(self.tensor, torch.nn.Parameter)
         return self.recipe is None and is_parameter and self.dtype.is_floating_point
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes it takes in the checkpoint: codes and no scales."""
+        """The bytes that its codes or values take in the checkpoint, without scales."""
         bits = 8 * self.dtype.itemsize if self.recipe is None else self.recipe.numerics.fmt.bits
         return self.shape.numel() * bits // 8
 
 
 def stored_tensors(source: ExportSource) -> dict[str, torch.Tensor]:
-    """Return the parameters and the buffers that a state dict of a module has, by name; a tied one
-    under the name that transformers keeps, or its first. Buffers without elements are left out:
-    layers reserve entries for the state of recipes by them. Of an optimizer or a plan, its weights.
+    """Return the parameters and buffers in a module's state dict by name; or, of an optimizer or a
+    plan, its weights.
+
+    A tied parameter has the name that transformers keeps, or its first. Empty buffers, with which
+    layers reserve state dict entries for recipe state, are omitted.
     """
     if isinstance(source, ZeroOptimizer):
         return source.named_weights
@@ -138,8 +140,9 @@ def stored_tensors(source: ExportSource) -> dict[str, torch.Tensor]:
 
 
 def planned_weights(source: ExportSource) -> dict[str, tuple[QuantizedTensor, Shard]]:
-    """Return the weights of a plan by name, each with what this rank has of its master as it is
-    bound now; nothing of another source.
+    """Return the weights of a plan by name, each with this rank's shard of its current master.
+
+    Return an empty dict for any other source.
     """
     if not isinstance(source, CastPlan):
         return {}
@@ -150,11 +153,11 @@ def planned_weights(source: ExportSource) -> dict[str, tuple[QuantizedTensor, Sh
 
 
 def included_weights(source: ExportSource, names: Sequence[str]) -> set[str]:
-    """Return the names of the weights of the linear layers that ``names`` name.
+    """Return the names of the weights of the linear layers that ``names`` match.
 
     Raises:
-        InputError: where one names no linear layer, or only such that the checkpoint does not have,
-            because their weights are tied.
+        InputError: if a name matches no linear layer, or only layers whose weights are tied and
+            stored under another name.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InputError(
@@ -182,7 +185,7 @@ def included_weights(source: ExportSource, names: Sequence[str]) -> set[str]:
 
 
 def not_rows(name: str, why: str) -> UnsupportedError:
-    """Return the error for a weight that is split otherwise than by rows under FSDP2."""
+    """Return the error for a weight that FSDP2 does not split by rows."""
     return UnsupportedError(
         f"{name} is split by {why}, and such a weight cannot be exported yet; load a checkpoint of "
         f"the masters without it, and export that."
@@ -190,7 +193,11 @@ def not_rows(name: str, why: str) -> UnsupportedError:
 
 
 def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
-    """Return the dtype in which FSDP2 gathered a master last."""
+    """Return the dtype in which FSDP2 last gathered a master.
+
+    Raises:
+        InputError: if it has not been gathered yet.
+    """
     if gather.codes is CodesState.NONE:
         raise InputError(
             f"{gather.name} has not been gathered yet, so nothing tells the dtype of its weight; "
@@ -200,8 +207,8 @@ def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
 
 
 def own_rows(name: str, tensor: torch.Tensor) -> Shard:
-    """Return this rank's rows of a parameter in high precision, or of the part of it that tensor
-    parallelism leaves this rank, which FSDP2 may have sharded.
+    """Return this rank's rows of a high-precision parameter, or of its part under tensor
+    parallelism; FSDP2 may have sharded either.
     """
     local, tp_shard = to_local(tensor).detach(), tp_part(name, tensor)
     values = (local.value if isinstance(local, MasterWeight) else local).contiguous()
@@ -221,8 +228,8 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
     """Return ``entries`` under their names in a checkpoint of ``dialect``.
 
     Raises:
-        InputError: where two have one, or tensors of one name, or a name is no text, or that of a
-            weight that the checkpoint has in another form.
+        InputError: if two entries or stored tensors get the same name, a name is not a string, or
+            a quantized weight gets a name that ``dialect`` stores in another format.
     """
     if not (names is None or callable(names) or isinstance(names, Mapping)):
         raise InputError(
@@ -256,9 +263,10 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
 
 
 def in_nominal_dtype(source: ExportSource, entries: list[Entry]) -> list[Entry]:
-    """Return ``entries``, of which FP32 masters of FSDP2 that are not quantized are stored in the
-    dtype of the quantized weights, in which the model was trained: not buffers, and not what
-    transformers keeps in FP32.
+    """Return ``entries`` with unquantized FP32 masters of FSDP2 in the dtype of quantized weights.
+
+    The model was trained in that dtype. Buffers, and parameters that transformers keeps in FP32,
+    keep their dtype.
     """
     nominal = next((each.dtype for each in entries if each.recipe is not None), None)
     if nominal in (None, torch.float32) or not isinstance(source, torch.nn.Module):
@@ -281,14 +289,14 @@ def in_nominal_dtype(source: ExportSource, entries: list[Entry]) -> list[Entry]:
 
 
 def checkpoint_name(names: Names, name: str) -> str:
-    """Return what the checkpoint calls the parameter ``name``."""
+    """Return the name in the checkpoint of the parameter ``name``."""
     if names is None:
         return name
     return names(name) if callable(names) else names.get(name, name)
 
 
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the value of a tensor whole, in ``dtype``, in which it travels; collective where it is
+    """Return the whole value of a tensor in ``dtype``, in which it is gathered. Collective if it is
     sharded.
     """
     if isinstance(tensor, QuantizedTensor):

@@ -1,4 +1,4 @@
-"""Which exported weights share a tensor amax, and whether those that servers fuse do."""
+"""Groups of exported weights that share a tensor amax, and the check that fused weights do."""
 
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -40,13 +40,13 @@ def trained_amax_groups(source: ExportSource) -> dict[str, str]:
 
 
 class AmaxGroups:
-    """The groups of an export.
+    """The amax groups of an export.
 
     Args:
-        source: what is exported.
-        amax_groups: patterns of the names of those that are cast, or "auto".
-        cast_anew: the names of the weights of ``source`` that are cast by the dialect's recipe, and
-            whose groups "auto" may therefore choose.
+        source: the model, optimizer or plan that is exported.
+        amax_groups: patterns of names of weights that are cast, or "auto".
+        cast_anew: the names of the weights of ``source`` that are cast by the dialect's recipe;
+            only these may be grouped by "auto".
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class AmaxGroups:
             self._labels |= dict.fromkeys(own, label)
 
     def of_weights(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return ``entries``, before stacks are taken apart, with the labels of those that are
-        cast; whole bytes are cast by nobody and need none.
+        """Return ``entries``, before stacks are split, with the labels of those that are cast.
+        Entries whose bytes are exported get no label.
         """
         return [
             dataclasses.replace(entry, amax_group=self._labels.get(entry.name))
@@ -72,7 +72,9 @@ class AmaxGroups:
         ]
 
     def of_entries(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return ``entries`` with the labels of patterns, or else those that they have."""
+        """Return ``entries`` with labels from the patterns; others keep the labels that they have.
+        Every label becomes the name of the first entry of its group.
+        """
         cast = [entry.name for entry in entries if entry.shard is not None]
         found = dict(zip(cast, amax_group_labels(self._patterns, cast), strict=True))
         labels = [found.get(entry.name) or entry.amax_group for entry in entries]
@@ -85,12 +87,12 @@ class AmaxGroups:
     def check_fused(
         self, dialect: Dialect, matrices: Mapping[str, Sequence[str]], entries: Sequence[Entry]
     ) -> None:
-        """Raise :class:`InputError` where weights that servers fuse have scales of the tensor of
-        their own.
+        """Raise :class:`InputError` if weights that servers fuse have different tensor scales.
 
         Args:
-            matrices: by the name of each weight those of the ``entries`` that it was taken apart
-                into.
+            dialect: the dialect of the checkpoint.
+            matrices: by the name of each weight, the names of the ``entries`` it was split into.
+            entries: the entries of the export.
         """
         by_name = {e.name: e for e in entries if e.recipe is not None and e.recipe.scales_tensor}
         fused = [
@@ -116,7 +118,7 @@ class AmaxGroups:
 
 
 def _tensor_scale(entry: Entry) -> torch.Tensor:
-    """Return what the tensor scale of whole bytes is stored by, as an integer."""
+    """Return the bits, as int32, of the tensor amax or scale in an entry's quantized bytes."""
     assert isinstance(entry.tensor, QuantizedTensor)
     storage = entry.tensor.quantized_storage
     has_amax = isinstance(storage.recipe.numerics, NVFP4Numerics)

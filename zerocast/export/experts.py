@@ -1,15 +1,15 @@
-"""Experts: how checkpoints have a stack of matrices, and other weights that are of no linear layer.
+"""Experts: how checkpoints store a stack of matrices, and weights outside of linear layers.
 
-Servers read each projection of each expert as the weight of a linear layer of its own:
+Servers read each projection of each expert as the weight of a separate linear layer:
 ``experts.gate_up_proj`` [E, 2 I, K] as ``experts.<e>.gate_proj.weight`` and ``.up_proj.weight``
 [I, K], which share a tensor amax, and any other stack ``experts.down_proj`` as
-``experts.<e>.down_proj.weight``. So each is an entry of its own, cast and sent as any other.
+``experts.<e>.down_proj.weight``. So each projection is a separate entry.
 
-gpt-oss has a stack in one tensor instead, of matrices [out, in] (:mod:`zerocast.export.turned`).
+gpt-oss instead stores a stack in one tensor, of matrices [out, in] (:mod:`zerocast.export.turned`).
 
-What a dialect has no place for stays in high precision: embeddings and other matrices of modules
-that are no linear layers, and in all dialects but that of gpt-oss experts that are kept as
-[in, out], under scales along another side than servers read them.
+Weights that a dialect cannot store quantized stay in high precision. These are embeddings and other
+matrices outside of linear layers. In all dialects except gpt-oss's, they are also experts kept as
+[in, out], whose scales are along the other dimension than servers read them.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelSh
 from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 GATE_UP = "gate_up_proj"
-"""The parameter whose matrices are those of two projections, one above the other."""
+"""The parameter whose matrices each stack the rows of two projections, gate first."""
 
 
 def has_place(dialect: Dialect, source: ExportSource, name: str, tensor: torch.Tensor) -> bool:
-    """Say whether checkpoints of ``dialect`` have the parameter ``name`` quantized, if it is in
-    codes.
-    An optimizer or a plan does not know modules, so of its weights that is assumed.
+    """Return False if ``name`` is quantized and ``dialect`` cannot store it so; else True.
+
+    An optimizer or a plan does not know its modules, so this returns True for its weights.
     """
     is_in_codes = isinstance(tensor, QuantizedTensor) or gather_of(tensor) is not None
     if not isinstance(source, torch.nn.Module) or not is_in_codes:
@@ -50,8 +50,9 @@ def has_place(dialect: Dialect, source: ExportSource, name: str, tensor: torch.T
 
 
 def projections(name: str, shape: Sequence[int]) -> list[str]:
-    """Return what a checkpoint with a weight for each projection calls those of the stack ``name``
-    [..., M, K], matrix by matrix.
+    """Return the names of the projections of the stack ``name`` [..., M, K], matrix by matrix.
+
+    They are those in a checkpoint with a weight per projection.
     """
     *stack, rows, _ = shape
     module, _, parameter = name.rpartition(".")
@@ -66,12 +67,14 @@ def projections(name: str, shape: Sequence[int]) -> list[str]:
 def matrix_entries(
     dialect: Dialect, source: ExportSource, entry: Entry, casts_anew: bool
 ) -> Iterator[Entry]:
-    """Yield ``entry``, or where it is a quantized stack and ``dialect`` does not fuse these those
-    of its projections, of which each is cast by itself where they are cast anew. Experts that stay
-    as they are stay one entry, with the names of their projections.
+    """Yield ``entry``, or the entries of its projections if it is a quantized stack that
+    ``dialect`` does not fuse.
+
+    With ``casts_anew``, each projection is cast separately from the masters. Unquantized experts
+    stay one entry, with the names of their projections.
 
     Raises:
-        InputError: where the rows of two projections share a block of scales that were trained.
+        InputError: if rows of two projections share a block whose trained scale is exported.
     """
     module, _, parameter = entry.name.rpartition(".")
     if entry.recipe is None:
@@ -107,14 +110,14 @@ def matrix_entries(
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """Rows of one matrix of a stack, or what of them tensor parallelism leaves this rank.
+    """Rows of one matrix of a stack, or this rank's part of them under tensor parallelism.
 
     Attributes:
-        shape: that of this rank's part.
-        number: the place of the matrix among those of which this rank has something.
-        rows: those of this matrix, as this rank has it.
-        whole_rows: those of the whole matrix, of which they are.
-        tp_shard: which part this rank has; None for all.
+        shape: the shape of this rank's part.
+        number: the index of the matrix in this rank's part of the stack.
+        rows: the rows within this rank's part of the matrix.
+        whole_rows: the rows within the whole matrix that they belong to.
+        tp_shard: the part that this rank has; None for all.
     """
 
     shape: torch.Size
@@ -126,7 +129,7 @@ class _Matrix:
 
     @property
     def elements(self) -> Extent:
-        """Their place in this rank's part of the stack."""
+        """Their range in the elements of this rank's part of the stack."""
         columns, before = self.shape[1], self.number * self._height
         return Extent((before + self.rows.start) * columns, (before + self.rows.end) * columns)
 
@@ -154,7 +157,7 @@ def _matrix(entry: Entry, number: int, rows: Extent) -> _Matrix:
 
 
 def _part(shard: Shard, own: Extent) -> Shard:
-    """Return what this rank has of the elements ``own`` of a weight, of which it has ``shard``."""
+    """Return this rank's shard of the elements ``own`` of a weight of which it has ``shard``."""
     common = shard.extent.intersect(own)
     if shard.values is None or not common:
         return Shard(None, NOTHING, shard.comm)
@@ -164,8 +167,8 @@ def _part(shard: Shard, own: Extent) -> Shard:
 
 
 def _tensor(entry: Entry, matrix: _Matrix, casts_anew: bool) -> torch.Tensor:
-    """Return what this rank has of a matrix: the bytes of a quantized one; of one that is cast a
-    tensor of their shape, without memory.
+    """Return this rank's quantized bytes of a matrix; or, if it is cast, an expanded tensor of that
+    shape, which stands for it without using memory.
     """
     recipe, shape, rows = present(entry.recipe), matrix.shape, matrix.rows
     plane = recipe.planes(entry.shape[-2:], columnwise=False)[0]

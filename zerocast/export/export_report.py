@@ -1,4 +1,4 @@
-"""What :func:`zerocast.export.save_pretrained` has written, in numbers and as text."""
+"""The report of :func:`zerocast.export.save_pretrained`."""
 
 import re
 from collections import Counter
@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What :func:`save_pretrained` has written; printed, it is a few lines.
+    """A report of what :func:`save_pretrained` wrote; ``str`` returns it as a few lines.
 
     Attributes:
-        directory: where.
+        directory: the directory of the files.
         files: the bytes of each file, by name.
-        formats: of each parameter and buffer, by its name in the checkpoint: the name of the
-            dialect whose codes it has, or the dtype of what stays in high precision.
+        formats: by the name in the checkpoint of each parameter and buffer, the name of its
+            dialect, or its dtype if it is not quantized.
     """
 
     directory: Path

@@ -1,9 +1,9 @@
 """The tensors of a model under the names of a checkpoint, whole on every rank, a bucket at a time.
 
-A quantized weight is exported in one of two ways: as the bytes that the model was trained with, or
-cast anew from its masters by the dialect's own recipe. Either way only codes travel, and what is
-exported equals ``zerocast.quantize`` of the whole weight, whatever the ranks. A rank holds its
-shards and two buckets, never the model; see "Note: two buckets" in :mod:`zerocast.export.stages`.
+A quantized weight is exported either as the bytes that the model was trained with, or cast from its
+masters by the dialect's recipe. In both cases only codes are gathered, and the exported weight
+equals ``zerocast.quantize`` of the whole weight on any number of ranks. A rank holds its shards and
+two buckets, never the model; see "Note: two buckets" in :mod:`zerocast.export.stages`.
 """
 
 import functools
@@ -63,48 +63,48 @@ from zerocast.sharded.placement import is_sharded, reshard, to_local
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 
 BUCKET_BYTES = 1 << 30
-"""Bytes of the tensors that are whole on a rank at once, by default."""
+"""The default size of a bucket, whose tensors are whole on a rank at once, in bytes."""
 
 
 class Export(Uncopied):
-    """What is exported of a model, worked out once; iterating over :meth:`buckets` is collective.
+    """A plan of all tensors that are exported of a model. Making one is collective.
 
     Args:
-        model: any module: with quantized weights, whole on every rank, or with masters sharded by
-            ``fully_shard`` (``convert(..., weights="master")``). Or a ZeroOptimizer or a CastPlan,
-            for their weights alone.
-        dialect: the checkpoint's, or its name.
+        model: any module with quantized weights, whole on every rank, or with masters sharded by
+            ``fully_shard`` (``convert(..., weights="master")``). Or a ZeroOptimizer or CastPlan,
+            to export its weights alone.
+        dialect: the dialect of the checkpoint, or its name.
         optimizer: the ZeroOptimizer that holds the masters of ``model``; needed to cast from them.
         from_masters: False exports the bytes that the model was trained with, which the dialect
-            must hold; True casts the masters by the dialect's recipe.
-        include: linear layers whose weights are not quantized in the model and are cast by the
-            dialect's recipe, too: exact names, or patterns with ``*``.
-        amax_groups: weights that are cast and share one tensor amax. "auto": of those that are cast
-            by the dialect's recipe the ones that servers are known to fuse, as for
-            :func:`zerocast.nn.convert`. Or patterns of names, as for :class:`zerocast.CastPlan`.
-            Weights that were converted in groups are grouped without being named.
-        dtype: FP32, BF16 or FP16: what masters are rounded to before they are cast, and what other
-            parameters are stored in. By default their own; under FSDP2, where they are masters,
-            that of the latest gather, but what transformers keeps in FP32 stays so.
-        names: the names of parameters in the checkpoint by those in the model: a mapping, where
-            those that it lacks stay, or a function. By default transformers' for its models.
-        modules: of an optimizer or a plan, which know no modules, the names in the checkpoint of
-            those that it has unquantized; needed only for the section.
-        input_scales: for ``modelopt/fp8`` the static scale of the inputs of every quantized module,
-            by its name in the checkpoint, or a safetensors file with ``X.input_scale``.
-        bucket_bytes: about how many bytes of codes a bucket has.
-        group: the ranks that export together: those of ``optimizer`` by default, or all.
+            must be able to store; True casts the masters by the dialect's recipe.
+        include: linear layers that are not quantized in the model and are also cast by the
+            dialect's recipe: exact names, or patterns with ``*``.
+        amax_groups: weights that are cast and share one tensor amax. "auto" groups those that
+            servers are known to fuse and that are cast by the dialect's recipe, as in
+            :func:`zerocast.nn.convert`. Or patterns of names, as in :class:`zerocast.CastPlan`.
+            Weights that were converted in groups are always grouped.
+        dtype: FP32, BF16 or FP16: the dtype that masters are rounded to before a cast, and in which
+            other parameters are stored. By default their dtype; masters of FSDP2 have the dtype of
+            the latest gather, except those that transformers keeps in FP32.
+        names: maps names in the model to names in the checkpoint: a function, or a mapping, where
+            missing names are kept. By default the names of transformers for its models.
+        modules: names in the checkpoint of the unquantized modules, for an optimizer or a plan,
+            which do not know their modules; needed only for the section.
+        input_scales: for ``modelopt/fp8``, the static input scale of every quantized module by its
+            name in the checkpoint, or a safetensors file with ``X.input_scale``.
+        bucket_bytes: the approximate bytes of codes per bucket.
+        group: the ranks that export together; by default those of ``optimizer``, or all.
 
     Attributes:
-        comm: the ranks.
-        dialect: the checkpoint's.
-        held_amaxes: what a refit holds of the casts before, for :class:`ShardPlan`.
-        entries: in the order of the model, a tied tensor once.
-        config: what ``config.json`` says of it: the section, and modules that it names.
+        comm: the communicator of these ranks.
+        dialect: the dialect of the checkpoint.
+        held_amaxes: the tensor amaxes of a refit's earlier casts, for :class:`ShardPlan`.
+        entries: the exported tensors in the order of the model, tied ones once.
+        config: the contents of ``config.json``: the section, with the modules that it names.
 
     Raises:
-        InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
-            be exported so, on any.
+        InputError, UnsupportedError: on every rank, for a wrong argument, or if a weight cannot be
+            exported this way on any rank.
     """
 
     instead = "make one of the other model"
@@ -229,8 +229,8 @@ class Export(Uncopied):
         return entry
 
     def _trained_shard(self, name: str, weight: torch.Tensor) -> Shard | None:
-        """Return what the optimizer holds of the master of a quantized ``weight``; None where the
-        bytes of ``weight`` are exported.
+        """Return this rank's shard of the master of a quantized ``weight``; None if the bytes of
+        ``weight`` are exported.
         """
         if not isinstance(weight, QuantizedTensor):
             raise not_rows(name, "a DTensor of codes")
@@ -246,8 +246,8 @@ class Export(Uncopied):
         return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
 
     def _plain_shard(self, name: str, weight: torch.Tensor) -> Shard:
-        """Return what this rank casts of an unquantized ``weight``: of its master where the
-        optimizer has one, its rows under FSDP2, else an equal share.
+        """Return the part of an unquantized ``weight`` that this rank casts. It is its rows under
+        FSDP2, its shard of the optimizer's master if there is one, else an equal share.
         """
         if is_sharded(weight):
             return own_rows(name, weight)
@@ -265,7 +265,7 @@ class Export(Uncopied):
         return in_buckets(self.entries, self._bucket_bytes)
 
     def plan_stages(self, *, keeps_bucket: bool = False) -> list[list[Stage]]:
-        """Return by bucket its stages: :func:`in_stages`. Collective."""
+        """Return the stages of each bucket; see :func:`in_stages`. Collective."""
         owned = [each for each in self.entries if each.shard is not None]
         if self._owners is None:
             self._owners = EntryOwners(owned)
@@ -277,13 +277,13 @@ class Export(Uncopied):
         ]
 
     def buckets(self) -> Iterator[NamedTensors]:
-        """Yield the tensors of one bucket after the other, whole on every rank. Collective.
+        """Yield the tensors of each bucket, whole on every rank. Collective.
 
-        While one is used the first stage of the next is on its way: let go of its tensors before
-        asking for more, and a rank holds its shards and two buckets.
+        While the caller uses a bucket, the first stage of the next is in flight. Release its
+        tensors before asking for the next, so that a rank holds only its shards and two buckets.
 
         Raises:
-            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+            NonFiniteError: on every rank, if a weight holds a NaN or an infinity.
         """
         planned = self.plan_stages(keeps_bucket=True)
         gathered = self._in_turn(itertools.chain(*planned))
@@ -296,11 +296,11 @@ class Export(Uncopied):
             yield tensors
 
     def stages(self) -> Iterator[NamedTensors]:
-        """:meth:`buckets`, but stage by stage, so that no bucket is held as a whole."""
+        """Yield the tensors of each stage, so that no whole bucket is held. Collective."""
         return self._in_turn(itertools.chain(*self.plan_stages()))
 
     def _in_turn(self, stages: Iterable[Stage]) -> Iterator[NamedTensors]:
-        is_single = self.comm.size == 1  # nothing travels
+        is_single = self.comm.size == 1  # nothing is exchanged
         for goes_alone, group in itertools.groupby(stages, lambda each: each.goes_alone):
             run = [stage.entries for stage in group]
             if goes_alone or is_single:
@@ -310,13 +310,13 @@ class Export(Uncopied):
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[Entry], plan: ShardPlan | None) -> Callable[[], NamedTensors]:
-        """Begin to bring the weights that ``plan`` has cast to every rank; what is returned ends
-        that, and returns all tensors of ``bucket``.
+        """Start the gather of the weights that ``plan`` has cast. The returned function waits for
+        it, and returns all tensors of ``bucket``.
         """
         return functools.partial(self._tensors, bucket, plan.start_gather() if plan else dict)
 
     def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:
-        """Return the cast weights of ``bucket``, not gathered; None where none is cast."""
+        """Cast the weights of ``bucket`` and return their plan; None if none is cast."""
         plan, error = self._begin(bucket)
         self._exchange(plan, error)
         if plan is not None:
@@ -325,9 +325,9 @@ class Export(Uncopied):
 
     @torch.no_grad()
     def _begin(self, bucket: Sequence[Entry]) -> tuple[ShardPlan | None, ZerocastError | None]:
-        """Plan the cast of ``bucket`` and do what comes before ranks exchange anything; return the
-        plan, if anything is cast, or what this rank alone has found wrong. Collective where masters
-        are turned.
+        """Plan the cast of ``bucket``, and run its steps before the first exchange between ranks;
+        return the plan, if anything is cast, and this rank's error, if any. Collective if masters
+        are transposed.
         """
         assert self._owners is not None
         entries = [with_turned_masters(each) for each in bucket if each.shard is not None]
@@ -339,7 +339,7 @@ class Export(Uncopied):
         return plan, attempt.error
 
     def _exchange(self, plan: ShardPlan | None, error: ZerocastError | None) -> None:
-        """Exchange what the cast of a bucket needs; raise on all ranks what one has found."""
+        """Run the exchanges of a bucket's cast; raise the ``error`` of any rank on all ranks."""
         raise_together(self.comm, error)
         if plan is not None:
             plan.exchange()
@@ -356,7 +356,7 @@ class Export(Uncopied):
         parts = {entry.name: entry.tp_shard for entry in bucket if entry.tp_shard is not None}
         cast |= whole_weights({name: (cast.pop(name), part) for name, part in parts.items()})
         tensors: NamedTensors = {}
-        judged: dict[str, torch.Tensor] = {}  # scales, and values that stay as they are
+        judged: dict[str, torch.Tensor] = {}  # scales, and unquantized values
         for entry in bucket:
             if entry.recipe is None:
                 value = whole(entry.tensor, entry.dtype)
@@ -370,6 +370,6 @@ class Export(Uncopied):
                 tensors[entry.stored_name(part)] = tensor
                 if part == dialect.scales:
                     judged[entry.name] = tensor
-        with raising_together(self.comm):  # values that stay as they are may differ between ranks
+        with raising_together(self.comm):  # unquantized values may differ between ranks
             check_finite(judged)
         return tensors

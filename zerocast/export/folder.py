@@ -1,4 +1,4 @@
-"""The directory of an export: what may be in it before, and which files of a tokenizer come in."""
+"""The directory of an export: files that it must not hold already, and tokenizer files to copy."""
 
 import os
 import shutil
@@ -14,25 +14,26 @@ MODEL_FILES = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json",
     "hf_quant_config.json",
 )  # fmt: skip
-"""What would be read as a part of the model, or in its place: no directory with them is filled."""
+"""Files that would be read as part of the model, or instead of it; a directory with any is refused.
+"""
 
 NOT_COPIED = (
     *MODEL_FILES, "generation_config.json", ".*", "*.index.json", "*.bin", "*.pt", "*.pth",
     "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data",
 )  # fmt: skip
-"""What is left in a tokenizer's directory: the weights and configuration of its model. All else is
-copied: the names of tokenizers' files, such as emoji.json or bpe.codes, follow no pattern.
+"""Files of a tokenizer's directory that are not copied: the weights and configuration of its model.
+All others are copied, since tokenizer files, such as emoji.json or bpe.codes, follow no pattern.
 """
 
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.spm", "*processor*")
-"""What tells a tokenizer or processor from else; each of transformers has some."""
+"""Files that identify a tokenizer or processor; each one of transformers has at least one."""
 
 
 def add_tokenizer(tokenizer: Any, drafts: Path) -> None:
     """Write the files of a tokenizer or processor to ``drafts``, or copy those of its directory.
 
     Raises:
-        InputError: where it is neither.
+        InputError: if ``tokenizer`` is neither, or writes a ``config.json``.
     """
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(drafts)
@@ -42,7 +43,7 @@ def add_tokenizer(tokenizer: Any, drafts: Path) -> None:
             if file.is_file() and not _is_any_of(file.name, NOT_COPIED):
                 draft = drafts / file.relative_to(source)
                 draft.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, draft)  # of a link, which a hub's cache has, its target
+                shutil.copyfile(file, draft)  # follows links, which the hub's cache consists of
     names = os.listdir(drafts)
     if not any(_is_any_of(name, TOKENIZER_FILES) for name in names) or "config.json" in names:
         raise InputError(
@@ -52,8 +53,9 @@ def add_tokenizer(tokenizer: Any, drafts: Path) -> None:
 
 
 def check_folder(drafts: Path) -> None:
-    """Raise :class:`InputError` where the directory that ``drafts`` is in has files of a model or
-    one of the name of a draft, or other drafts.
+    """Raise :class:`InputError` if the parent of ``drafts`` has unwanted files.
+
+    These are files of a model, files with the name of a draft, and other drafts.
     """
     folder, unwanted = drafts.parent, (*MODEL_FILES, DRAFTS, *os.listdir(drafts))
     names = {name for name in os.listdir(folder) if _is_any_of(name, unwanted)} - {drafts.name}

@@ -1,4 +1,4 @@
-"""Static scales of the inputs of layers, which a caller has measured: scalars beside the codes."""
+"""Static input scales of layers, measured by the caller and stored as scalars beside the codes."""
 
 import math
 import os
@@ -15,17 +15,18 @@ from zerocast.safe_files import open_regular
 from zerocast.sharded.placement import to_local
 
 InputScales: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
-"""The scales by the names of modules in the checkpoint, or a file of safetensors that has them."""
+"""Scales by the names of modules in the checkpoint, or a safetensors file that holds them."""
 
 
 def with_input_scales(
     dialect: Dialect, entries: Sequence[Entry], given: InputScales
 ) -> list[Entry]:
-    """Return ``entries``, behind each quantized weight the scale of its layer's inputs where
-    ``dialect`` has such.
+    """Return ``entries``, with the input scale of its layer after each quantized weight if
+    ``dialect`` has input scales.
 
     Raises:
-        InputError: where a layer has none, one is left over, or one is no positive finite number.
+        InputError: if a layer has no scale, a scale has no layer or is not a positive finite
+            number, or ``dialect`` has no input scales.
     """
     part = dialect.input_scale
     if part is None and given is not None:
@@ -63,7 +64,7 @@ def with_input_scales(
 
 
 def _scale(module: str, value: Any) -> torch.Tensor:
-    """Return a scale as it is stored, the nearest FP32 number."""
+    """Return ``value`` rounded to FP32, as it is stored."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -77,7 +78,7 @@ def _scale(module: str, value: Any) -> torch.Tensor:
 
 
 def _read(path: Any, part: str) -> dict[str, Any]:
-    """Return the scales that a file has, and nothing else of it."""
+    """Return the scales in a safetensors file, without its other tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -50,8 +50,10 @@ def _modelopt(algorithm: str, **arguments: Section) -> Section:
 
 
 def _deepseek(name: str, recipe: Recipe, section: Section | None = None, **fields: Any) -> Dialect:
-    """Return one whose section is that of FP8 in blocks and more. Readers leave output layers as
-    they are. vLLM looks for ``expert_dtype`` beside the section, and transformers inside.
+    """Return a dialect whose section is that of FP8 in blocks, with the items of ``section``.
+
+    Readers do not quantize output layers. vLLM looks for ``expert_dtype`` beside the section, and
+    transformers inside.
     """
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     return Dialect(
@@ -75,7 +77,7 @@ _QUOTIENT = QParams(scale_formula="quotient")
 _ONE_SCALE = Float8CurrentScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
 _ONE_SCALE_A_ROW = Float8RowwiseScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
 _ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_QUOTIENT)
-# The floors that the amax has in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
+# The lower bounds of the amax in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
 _DEEPGEMM = QParams(scale_formula="quotient", amax_epsilon=1e-4)
 _TRITON = QParams(scale_formula="inverse first", amax_epsilon=1e-10)
 _E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
@@ -112,7 +114,7 @@ DIALECTS = {
             section=_compressed_tensors(
                 "float-quantized",
                 weights=_arguments(8, "tensor"),
-                # Of experts with one scale a tensor vLLM and SGLang take no other inputs.
+                # For experts with one scale per tensor, vLLM and SGLang accept only such inputs.
                 input_activations=_arguments(8, "tensor", dynamic=True),
             ),
         ),
@@ -126,7 +128,7 @@ DIALECTS = {
         Dialect(
             name="compressed-tensors/fp8-block",
             recipe=_ANY_BLOCK_SCALE,
-            reads=(LINEAR, EXPERTS),  # vLLM cuts the scales of an output layer by its rows
+            reads=(LINEAR, EXPERTS),  # vLLM splits the scales of an output layer by its rows
             section=_compressed_tensors(
                 "float-quantized",
                 weights=_arguments(8, "block", block_structure=[128, 128]),
@@ -169,7 +171,7 @@ DIALECTS = {
                 weights={"num_bits": 8, "strategy": "channel"},
                 input_activations={"num_bits": 8, "strategy": "token", "dynamic": True},
             ),
-            reads=(LINEAR, HEADS),  # vLLM expects one scale of each expert
+            reads=(LINEAR, HEADS),  # vLLM expects one scale per expert
         ),
         Dialect(
             name="modelopt/nvfp4",
@@ -238,10 +240,10 @@ DIALECTS = {
 
 
 def as_dialect(dialect: Dialect | str) -> Dialect:
-    """Return the dialect that ``dialect`` is or names.
+    """Return ``dialect``, or the dialect of that name.
 
     Raises:
-        InputError: where there is none.
+        InputError: if there is no such dialect.
     """
     if isinstance(dialect, Dialect):
         return dialect

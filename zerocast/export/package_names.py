@@ -1,8 +1,8 @@
-"""What transformers calls the weights of a model in its checkpoints, where a model has other names.
+"""The names that transformers gives to weights in its checkpoints, if they differ from a model's.
 
 transformers keeps the experts of Mixtral in one parameter, ``mlp.experts.gate_up_proj``, and its
-checkpoints have ``block_sparse_moe.experts.0.w1.weight``. It converts a state dict to these names
-itself, so it is given one whose values are numbers, and is seen to move them.
+checkpoints have ``block_sparse_moe.experts.0.w1.weight``. It can convert a state dict to these
+names. So this module lets it convert one whose values are index numbers, and looks where they are.
 """
 
 import sys
@@ -14,23 +14,26 @@ from zerocast.errors import InputError
 from zerocast.export.entries import Entry, ExportSource
 
 _SIDE = 12
-"""Of what stands for a tensor: one that is cut into 2, 3, 4 or 6 parts is seen to be cut."""
+"""The size of each dimension of a tensor's stand-in, divisible by 2, 3, 4 and 6. If transformers
+splits a tensor into so many parts, each is smaller than the stand-in.
+"""
 
 
 def package_names(
     source: ExportSource, parts: Sequence[tuple[Entry, Sequence[Entry]]]
 ) -> dict[str, str]:
-    """Return the names that transformers gives to tensors in a checkpoint, by ours; of a source
-    that is no model of that package none. A stack that it leaves fused has a name itself, and none
-    of its projections.
+    """Return the names of transformers in a checkpoint by ours; empty if ``source`` is not a
+    transformers model.
+
+    A stack that transformers leaves fused has a name, and its projections have none.
 
     Args:
-        source: a model, or what holds weights alone.
-        parts: the entry of each parameter and buffer, and what is exported of it: itself, or of a
-            stack its projections, matrix by matrix.
+        source: a model, an optimizer or a plan.
+        parts: the entry of each parameter and buffer, with the entries exported for it: itself, or
+            the projections of a stack, matrix by matrix.
 
     Raises:
-        InputError: where transformers cannot convert the names of such a model.
+        InputError: if transformers cannot convert the names of the model.
     """
     package = sys.modules.get("transformers")
     loading = sys.modules.get("transformers.core_model_loading")  # before 5 names were one
@@ -44,7 +47,7 @@ def package_names(
         numbers = torch.arange(len(ours), end, dtype=torch.float64, device="cpu")
         if names != [entry.name]:
             state[entry.name] = numbers.view(*entry.shape[:-2], -1, 1)
-        elif not own[0].experts:  # stacks that a checkpoint has fused keep their own name
+        elif not own[0].experts:  # stacks that the checkpoint has fused keep their name
             state[entry.name] = numbers[0].expand((_SIDE,) * entry.tensor.dim())
         ours += names
     try:

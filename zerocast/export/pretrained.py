@@ -3,9 +3,9 @@
 Note: who writes what
 ~~~~~~~~~~~~~~~~~~~~~
 Every bucket of tensors is one file, and the ranks write the files in turn. The files are the same
-on any number of ranks. Rank 0 writes what does not wait for a cast first, so that it is refused
-first; then all files take their names, ``config.json`` the last: a directory without it is
-unfinished. How directories are filled is in :mod:`zerocast.export.folder`.
+on any number of ranks. Rank 0 first writes the files that need no cast, so that errors in them are
+raised early. At the end all files are renamed to their final names, ``config.json`` last: a
+directory without it is unfinished. :mod:`zerocast.export.folder` checks the directory.
 """
 
 import json
@@ -55,47 +55,45 @@ def save_pretrained(
 ) -> ExportReport:
     """Save a model in a format that servers load: safetensors and ``config.json``. Collective.
 
-    The files are the same on any number of ranks, and hold for every quantized weight what
-    ``zerocast.quantize`` of the whole weight gives. A rank holds its shards and two buckets, not
-    the model.
+    The files are the same on any number of ranks. Every quantized weight in them equals
+    ``zerocast.quantize`` of the whole weight. A rank holds its shards and two buckets, not the
+    model.
 
     Args:
-        model: with quantized weights, whole on every rank, or with masters sharded by FSDP2. A
-            model of transformers keeps its configuration; its tied weights are stored once.
-        directory: is made where it does not exist. One with files of a model, or of the names that
-            are written, is refused, as is one that another export fills.
+        model: a model with quantized weights, whole on every rank, or with masters sharded by
+            FSDP2. The configuration of a transformers model is saved; tied weights are stored once.
+        directory: created if it does not exist. A directory with files of a model or of another
+            export, or with a file of a name to be written, is refused.
         dialect: one of :data:`zerocast.export.DIALECTS`, or its name.
         optimizer: the ZeroOptimizer that holds the masters of ``model``, for ``from_masters``.
         from_masters: False saves the bytes that the model was trained with, which the dialect must
-            hold; True casts the masters by the dialect's recipe.
-        include: linear layers whose weights are not quantized in the model and are cast by the
-            dialect's recipe, too: exact names, or patterns with ``*``.
-        amax_groups: weights that the server fuses and that share one tensor amax where they are
-            cast anew. "auto": those of models of transformers and torchtitan that servers are known
-            to fuse, as for :func:`zerocast.nn.convert`. Or patterns of names,
-            ``[["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]``. Those that
-            were trained so are found.
-        dtype: what masters are rounded to before they are cast, and what is stored of parameters in
-            another; by default the weights' own, and of masters of FSDP2 that of their latest
-            gather.
-        names: the names of parameters in the checkpoint, by those in the model: a mapping, where
-            those that it lacks stay, or a function. None for those that transformers gives them, of
-            a model of that package.
-        modules, input_scales: as of :class:`zerocast.export.Export`.
-        tokenizer: a tokenizer or processor with a method ``save_pretrained``, or its directory, of
-            which all files but hidden ones, weights and the model's configuration are copied.
-        bucket_bytes: about how many bytes a file has.
-        group: the ranks that save together: those of ``optimizer`` by default, or all.
+            be able to store; True casts the masters by the dialect's recipe.
+        include: linear layers that are not quantized in the model and are also cast by the
+            dialect's recipe: exact names, or patterns with ``*``.
+        amax_groups: weights that the server fuses, which share one tensor amax if they are cast by
+            the dialect's recipe. "auto": those of transformers and torchtitan models that servers
+            are known to fuse, as in :func:`zerocast.nn.convert`. Or patterns of names,
+            ``[["*.q_proj", "*.k_proj", "*.v_proj"], ["*.gate_proj", "*.up_proj"]]``. Weights that
+            were trained in groups are always grouped.
+        dtype: the dtype that masters are rounded to before a cast, and in which other parameters
+            are stored. By default their dtype; for masters of FSDP2 that of the latest gather.
+        names: maps names in the model to names in the checkpoint: a function, or a mapping, where
+            missing names are kept. By default the names of transformers for its models.
+        modules, input_scales: see :class:`zerocast.export.Export`.
+        tokenizer: a tokenizer or processor with a method ``save_pretrained``, or its directory,
+            from which all files are copied except hidden ones, weights and model configuration.
+        bucket_bytes: the approximate bytes per file.
+        group: the ranks that save together; by default those of ``optimizer``, or all.
 
     Returns:
-        What was written, on every rank. Rank 0 logs it, too, to the logger ``zerocast`` at INFO.
+        The report, on every rank. Rank 0 also logs it to the logger ``zerocast`` at INFO.
 
     Raises:
-        InputError, UnsupportedError: on every rank, for a wrong argument, or a weight that cannot
-            be saved so, on any, such as weights that servers fuse with a scale of the tensor each.
-        NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+        InputError, UnsupportedError: on every rank, for a wrong argument, or if a weight cannot be
+            saved this way on any rank, such as fused weights with different tensor scales.
+        NonFiniteError: on every rank, if a weight holds a NaN or an infinity.
 
-    After an error the directory holds nothing of this export.
+    After an error the directory holds no file of this export.
     """
     export = Export(
         model,
@@ -135,7 +133,7 @@ def save_pretrained(
         count, places, size = len(export.plan_buckets()), dict[str, str](), 0
         attempt, buckets = Attempt(), export.buckets()
         for i in range(count):
-            tensors = next(buckets)  # of which enumerate would hold the latest
+            tensors = next(buckets)  # enumerate would keep a reference to it
             part = f"-{i + 1:05}-of-{count:05}" if count > 1 else ""
             file = f"model{part}.safetensors"
             places.update(dict.fromkeys(tensors, file))
@@ -143,7 +141,7 @@ def save_pretrained(
             if comm.rank == i % comm.size:
                 with attempt:
                     _write(tensors, drafts / file)
-            del tensors  # before the next ones come
+            del tensors  # before the next ones are gathered
         raise_together(comm, attempt.error)
 
         files: dict[str, int] = {}
@@ -171,23 +169,23 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> NamedTensors:
-    """Load what :func:`save_pretrained`, or another program, saved in a dialect.
+    """Load a checkpoint that :func:`save_pretrained`, or another program, saved in a dialect.
 
     Args:
-        directory: with safetensors files, and their index where there are several.
-        dialect: that of the files; by default the one whose ``quantization_config`` is in
+        directory: a directory of safetensors files, with their index if there are several.
+        dialect: the dialect of the files; by default the one whose ``quantization_config`` is in
             ``config.json``, as after :func:`save_pretrained`.
         dtype: the nominal dtype of quantized weights; by default that of ``config.json``, or BF16.
-        device: where the tensors are put.
+        device: the device of the returned tensors.
 
     Returns:
-        By the names of the model's parameters and buffers: quantized weights as
+        The model's parameters and buffers by name: quantized weights as
         :class:`zerocast.QuantizedTensor` of the dialect's recipe, without columnwise copies; all
         others as they are stored.
 
     Raises:
-        InputError: where the directory is unfinished or damaged, or its tensors are not those of
-            the dialect.
+        InputError: if the directory is unfinished or damaged, or its tensors do not match the
+            dialect.
     """
     _require_safetensors()
     folder = Path(directory)
@@ -204,18 +202,18 @@ def load_pretrained(
 def decode_tensors(
     stored: Mapping[str, torch.Tensor], dialect: Dialect | str, dtype: torch.dtype = torch.bfloat16
 ) -> NamedTensors:
-    """Return what the tensors of a checkpoint, or of a :class:`zerocast.refit.Receiver`, stand for.
+    """Decode the tensors of a checkpoint, or of a :class:`zerocast.refit.Receiver`.
 
     Args:
-        stored: by their names in the checkpoint.
-        dialect: theirs.
+        stored: the tensors by their names in the checkpoint.
+        dialect: the dialect of the checkpoint, or its name.
         dtype: the nominal dtype of quantized weights.
 
     Returns:
-        As :func:`load_pretrained`.
+        The parameters and buffers, as :func:`load_pretrained` returns them.
 
     Raises:
-        InputError: where a tensor is missing, or not one of the dialect.
+        InputError: if a tensor is missing or does not match the dialect.
     """
     given, loaded = as_dialect(dialect), NamedTensors()
     for name, tensor in stored.items():
@@ -245,7 +243,7 @@ def _require_safetensors() -> None:
 
 
 def _write(tensors: NamedTensors, path: Path) -> None:
-    """Write a file of safetensors from the host's memory."""
+    """Write a safetensors file from host memory."""
     from safetensors.torch import save_file
 
     on_host = NamedTensors()
@@ -253,7 +251,7 @@ def _write(tensors: NamedTensors, path: Path) -> None:
     for name, tensor in tensors.items():
         stored = tensor.cpu().contiguous()
         memory = stored.untyped_storage()
-        # safetensors takes no tensor that shares memory with another, or is a part of more.
+        # safetensors refuses tensors that share memory or are views of larger storages.
         is_alone = memory.nbytes() == stored.nbytes and memory.data_ptr() not in seen
         on_host[name] = stored if is_alone else stored.clone()
         seen.add(memory.data_ptr())
@@ -292,11 +290,11 @@ def _read(folder: Path, device: torch.device) -> NamedTensors:
 
 
 def _configuration(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a model's configuration of transformers; nothing for a model that has none."""
+    """Return a model's transformers configuration; an empty dict for a model without one."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
-    # fully_shard puts a class of its own before the model's.
+    # fully_shard makes the model an instance of a subclass whose name begins with FSDP.
     own = next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP"))
     return {**config.to_dict(), "architectures": [own.__name__]}
 
@@ -318,8 +316,8 @@ def _read_configuration(folder: Path) -> dict[str, Any]:
 
 
 def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors) -> Dialect:
-    """Return the dialect whose section ``configuration`` has; of several with one section that
-    whose names, and whose dtypes of codes, are ``stored``.
+    """Return the dialect whose section is in ``configuration``. If several have that section,
+    return the one that matches the names, and dtypes of codes, of ``stored``.
     """
     given = configuration.get("quantization_config")
     found = [
@@ -344,14 +342,16 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
 
 
 def _is_of(dialect: Dialect, name: str, stored: NamedTensors) -> bool:
-    """Say whether a tensor, if it is codes beside scales, has the dtype of those of ``dialect``."""
+    """Return False if a tensor holds codes, with scales stored, of another dtype than the
+    dialect's.
+    """
     parameter, part = dialect.parameter_of(name) or ("", "")
     is_codes = part == dialect.codes and stored_name(parameter, dialect.scales) in stored
     return not is_codes or stored[name].dtype == dialect.code_dtype
 
 
 def _nominal_dtype(configuration: dict[str, Any]) -> torch.dtype:
-    """Return the dtype that ``configuration`` names; BF16 where it names none that can be."""
+    """Return the dtype that ``configuration`` names; BF16 if it names no nominal dtype."""
     name = str(configuration.get("dtype", configuration.get("torch_dtype")))
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in NOMINAL_DTYPES}
     return dtypes.get(name.removeprefix("torch."), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""ShardPlan: weights cast into codes of this rank's shards, whole only when they are gathered."""
+"""ShardPlan: casts this rank's shards of weights, which become whole only when gathered."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from zerocast.tensors.owned_shard import OwnedShard
 from zerocast.tensors.pipeline import CastPipeline
 
 ONE_BY_ONE_FROM = 1 << 20
-"""Weights of so many elements or more are gathered one by one, each where its codes are to lie: a
-collective more takes less time than copying them would. So is the largest of a plan."""
+"""Weights of at least this many elements, and the largest of a plan, are gathered one by one,
+directly into their codes: an additional collective takes less time than a copy."""
 
 
 class EntryOwners:
-    """Who owns what of all entries that are cast, asked once; collective, over their ranks.
+    """The owners of all entries that are cast, exchanged once. Collective over their ranks.
 
     Raises:
-        RankMismatchError: on every rank, where ranks mean different entries, or their shards do not
-            cover each exactly once.
+        RankMismatchError: on every rank, if ranks have different entries, or their shards do not
+            cover each entry exactly once.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -60,7 +60,7 @@ class EntryOwners:
         }
 
     def of(self, comm: Communicator, names: Sequence[str]) -> Owners:
-        """Return those of the entries ``names``, which the ranks of ``comm`` share."""
+        """Return the owners of the entries ``names``, which the ranks of ``comm`` share."""
         return self._owners[comm].of_weights([self._places[comm, name] for name in names])
 
 
@@ -69,17 +69,17 @@ class ShardPlan:
 
     A cast writes the codes of this rank's elements, and the scales of the blocks that begin in
     them, into buffers of their size. No rank has whole codes or scales before :meth:`start_gather`.
-    Making a plan is not collective, but for what it may raise: on this rank alone.
+    Making a plan is not collective, and may raise on this rank alone.
 
     Args:
-        entries: those that are cast.
-        owners: who owns what of them.
-        held_amaxes: by name, int32 [2], the tensor amaxes under which NVFP4 was cast before, which
-            this holds or changes (:func:`hold`); None to cast under the weights' own.
+        entries: the entries to cast.
+        owners: the owners of all entries.
+        held_amaxes: by name, int32 [2], the tensor amaxes of earlier NVFP4 casts, which this plan
+            keeps or updates (see :func:`hold`); None to cast with the weights' amaxes.
 
     Attributes:
-        storages: by name what this rank casts. In the bytes of its codes, bits of other ranks'
-            elements are 0.
+        storages: by name, this rank's part of each weight. In a byte of codes that this rank
+            shares with another, the other rank's bits are 0.
     """
 
     def __init__(
@@ -121,18 +121,18 @@ class ShardPlan:
         self._pipeline = cast.pipeline().having(hold_amaxes=holds)
 
     def measure(self) -> None:
-        """Begin a cast: what comes before ranks send each other anything. Of recipes that cast
-        whole blocks as they measure them it is almost all.
+        """Run the steps of the cast before the first exchange between ranks. For recipes that cast
+        whole blocks while measuring them, this is almost all of the work.
         """
         self._run(self._pipeline.before("reduce_amax"))
 
     def exchange(self) -> None:
-        """Go on to where this rank needs nothing more of the others; collective."""
+        """Run the steps of the cast that exchange data between ranks. Collective."""
         self._run(self._pipeline.since("reduce_amax").before("compute_scale"))
 
     def encode(self) -> None:
-        """End a cast: its scales, and the codes that wait for them. Its amaxes and launches are let
-        go of.
+        """Run the last steps of the cast: scales, and the codes that depend on them. Then release
+        its amaxes and launches.
         """
         self._run(self._pipeline.since("compute_scale"))
         self._pipeline = CastPipeline()
@@ -142,9 +142,11 @@ class ShardPlan:
             steps.run()
 
     def start_gather(self) -> Callable[[], dict[str, QuantizedStorage]]:
-        """Begin to bring every rank's codes and scales to every rank; what is returned ends it, and
-        returns the weights by name, whole. It holds nothing of this plan, whose codes and scales
-        have been copied, but those codes that are a whole weight's.
+        """Start the gather of all codes and scales to every rank. The returned function waits for
+        it, and returns the whole weights by name.
+
+        That function keeps no memory of this plan, whose codes and scales have been copied, except
+        codes of weights that this rank has cast entirely.
         """
         whole = {
             name: QuantizedStorage(
@@ -161,29 +163,29 @@ class ShardPlan:
         _allocate_codes(
             [each for each in whole.values() if each.shape.numel() >= self._one_by_one_from],
             device,
-        )  # where they are received
+        )  # the gather receives into them
         waits = [gather.start_into(whole) for gather in self._gathers]
-        self._gathers = []  # each holds what it receives
+        self._gathers = []  # each keeps the memory that it receives into
         waits += self._start_scales(whole)
 
         def finish() -> dict[str, QuantizedStorage]:
             _allocate_codes(whole.values(), device)
-            while waits:  # each holds what it has received, until it is stored
+            while waits:  # each keeps the data that it received until that is stored
                 waits.pop(0)()
             found = dict(whole)
-            whole.clear()  # its caller may let go of some
+            whole.clear()  # so that the caller can release weights
             return found
 
         return finish
 
     def all_gather_scales(self) -> None:
-        """Bring the scales that each rank made to every rank, into :attr:`storages`."""
+        """Gather the scales that each rank computed into :attr:`storages`, on every rank."""
         for wait in self._start_scales(self.storages):
             wait()
 
     def _start_scales(self, into: Mapping[str, QuantizedStorage]) -> list[Callable[[], None]]:
-        """Begin to gather scales; what is returned ends that, and stores them in the weights
-        ``into``, which get memory for them then.
+        """Start the gather of scales. The returned functions wait for it, then allocate the scales
+        of the weights ``into`` and store them.
         """
         members: dict[Communicator, list[str]] = {}
         for name, comm in zip(self._names, self._comm_of, strict=True):
@@ -197,9 +199,10 @@ class ShardPlan:
         ]
 
     def own_scales(self, name: str) -> torch.Tensor | None:
-        """Return the scales of the blocks that begin in this rank's shard, one a block, flat; None
-        where every rank has all that are stored, or has to have them before it can tell which are
-        its own: those of blocks of several rows, stored for each row.
+        """Return the scales of the blocks that begin in this rank's shard, flat, one per block.
+
+        Return None if every rank has all stored scales, or needs all of them to find its part. The
+        latter is so for blocks of several rows whose scale is stored for each row.
         """
         storage = self.storages[name]
         if storage.planes[0].scales.row_repeat > 1 or not storage.by_owner:
@@ -208,12 +211,12 @@ class ShardPlan:
 
     @property
     def repeats_scales(self) -> bool:
-        """Whether a weight stores the scale of a block for each of its rows."""
+        """Whether any weight stores the scale of a block for each of its rows."""
         return any(each.planes[0].scales.row_repeat > 1 for each in self.storages.values())
 
 
 def _allocate_codes(weights: Iterable[QuantizedStorage], device: torch.device) -> None:
-    """Allocate the whole codes, all of which a gather writes, of the weights that have none."""
+    """Allocate whole codes, uninitialized, for weights without any; a gather writes all of them."""
     for weight in weights:
         name = weight.planes[0].codes_name
         if name not in weight.buffers:
@@ -228,8 +231,8 @@ def _start_scales(
     shards: Mapping[str, OwnedShard],
     into: Mapping[str, QuantizedStorage],
 ) -> Callable[[], None]:
-    """Begin to bring the scales of ``shards``, by name, to every rank of ``comm``; what is returned
-    ends that, and stores them in the weights ``into``, which get memory for them then.
+    """Start the gather of the scales of ``shards``, by name, to every rank of ``comm``. The
+    returned function waits for it, then allocates the scales of ``into`` and stores them.
     """
     specs = [ShardSpec(name, True, each, each.extent, {}, None) for name, each in shards.items()]
     matrices, group = Matrices(specs), {comm: range(len(specs))}
@@ -243,7 +246,7 @@ def _start_scales(
             if name in gather.own[i]:
                 rooms.append(gather.own[i][name].entries)
                 made.append(own.entries)
-            else:  # every rank has made them
+            else:  # every rank has computed all of them
                 gather.compact[i][name] = own.entries
     wait = None
     if rooms:
@@ -265,12 +268,12 @@ def _start_scales(
 
 
 def _own_shape(entry: Entry) -> torch.Size:
-    """Return the shape of what the ranks of its shard hold of an entry together."""
+    """Return the shape of the part of an entry that the ranks of its shard hold together."""
     return entry.tensor.shape if entry.tp_shard is None else entry.tp_shard.shape
 
 
 def _hold_amaxes(cast: ShardedCast, held: dict[str, torch.Tensor]) -> None:
-    """Let NVFP4 be cast under the tensor amaxes that are ``held``, by name, or hold others."""
+    """Set the tensor amaxes of NVFP4 weights by :func:`hold`, and update ``held``, by name."""
     for i, matrix in enumerate(cast.prepared.matrices):
         if isinstance(matrix.storage.recipe.numerics, NVFP4Numerics):
             amax = cast.exchange.buffers.tensor_amaxes[i]
@@ -279,16 +282,18 @@ def _hold_amaxes(cast: ShardedCast, held: dict[str, torch.Tensor]) -> None:
 
 
 def hold(amax: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor amax under which a weight is cast whose own is ``amax``, and the weight's
-    own when that was taken, if it was cast under ``held`` before; all are bits of FP32, int32 [1],
-    or [2] of both.
+    """Return int32 [2]: the tensor amax to cast with, and the weight's amax when it was chosen.
 
-    It is the smallest power of two that is not less than ``amax``, and stays so until ``amax``
-    grows past it, or shrinks to half of what it was then. 0, what is above 2**127, and what is not
-    finite, stays.
+    The amax to cast with is the smallest power of two that is at least ``amax``. ``held`` is
+    returned unchanged until ``amax`` exceeds its power of two, or shrinks to half of the weight's
+    amax in ``held``. An ``amax`` that is 0, above 2**127 or not finite is used as it is.
+
+    Args:
+        amax: the weight's tensor amax, as FP32 bits, int32 [1].
+        held: what this returned for the previous cast; None for the first.
     """
     power = (amax + 0x007FFFFF) & 0x7F800000
-    subnormal = amax - 1  # has the places of the next power of two below it
+    subnormal = amax - 1  # all its bits below the highest are set next
     for shift in (1, 2, 4, 8, 16):
         subnormal = subnormal | (subnormal >> shift)
     power = torch.where(amax < 1 << 23, subnormal + 1, power)

@@ -2,15 +2,15 @@
 
 Note: two buckets
 ~~~~~~~~~~~~~~~~~
-A bucket is what its user asks for at once, such as a file. Beside it a rank holds what is on the
-way: a stage that travels, and is stored when it has come; of that and of the next the codes and
-scales that it cast itself; the amaxes of the latter. A bucket is cut into stages of which that is
-no more than another bucket, on the rank that owns most; or, where stages are used one by one, of
-which that and the one that is used are no more than two. So a rank holds its shards and two
-buckets. Stages are few where each rank owns little: every one is planned anew.
+A bucket is what the caller asks for at once, such as a file. Besides it, a rank holds data in
+flight: the stage that is gathered, until it is stored; the codes and scales that this rank cast for
+that stage and for the next; and the amaxes of the next. A bucket is split into stages such that the
+data in flight is at most another bucket, on the rank that owns most. If stages are used one by one,
+the data in flight and the stage in use are at most two buckets. So a rank holds its shards and two
+buckets. Each stage needs a plan, so stages are large where each rank owns little.
 
-A stage has one tensor at least, and all that share a tensor amax. One that does not fit beside
-others goes alone: nothing else is on the way while it is cast, gathered and used.
+A stage has at least one tensor, and all that share its tensor amax. A stage without room for
+another goes alone: nothing else is in flight while it is cast, gathered and used.
 """
 
 import itertools
@@ -30,10 +30,10 @@ NamedTensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """What ranks cast and gather at once.
+    """Entries that ranks cast and gather at once.
 
     Attributes:
-        entries: what it consists of, in order.
+        entries: its entries, in order.
         goes_alone: whether a rank has no room for another stage beside it.
     """
 
@@ -43,7 +43,7 @@ class Stage:
 
 def in_buckets(entries: Iterable[Entry], num_bytes: int) -> list[list[Entry]]:
     """Return the entries of each bucket, in order: a bucket is closed once it has ``num_bytes``.
-    Those that share a tensor amax are in one.
+    Entries that share a tensor amax are in the same bucket.
     """
     buckets: list[list[Entry]] = []
     placed: dict[str, list[Entry]] = {}
@@ -64,7 +64,7 @@ def in_buckets(entries: Iterable[Entry], num_bytes: int) -> list[list[Entry]]:
 
 
 def largest_shares(comm: Communicator, entries: Iterable[Entry]) -> dict[str, float]:
-    """Return by name how much of each entry the rank casts that casts most of it. Collective."""
+    """Return by name the largest fraction of each entry that a rank casts. Collective."""
     own = {
         entry.name: entry.shard.extent.size / max(entry.shape.numel(), 1) if entry.shard else 0.0
         for entry in entries
@@ -81,8 +81,8 @@ def in_stages(
 
     Args:
         bucket: its entries.
-        num_bytes: what a bucket has, or more.
-        shares: those of :func:`largest_shares`.
+        num_bytes: the target size of a bucket; its tensors may have more bytes.
+        shares: the result of :func:`largest_shares`.
         keeps_bucket: whether a bucket's tensors are held until it is complete, and then used.
     """
     last = {entry.amax_group or entry.name: i for i, entry in enumerate(bucket)}
@@ -111,8 +111,8 @@ def in_stages(
 
 
 def _whole_and_work(entry: Entry, share: float) -> tuple[int, float]:
-    """Return the bytes that the tensors of an entry have, and that a rank needs beside them which
-    casts so much of it: for scales as they travel, for its own codes and scales twice, and amaxes.
+    """Return the bytes of an entry's tensors, and those that a rank which casts ``share`` of it
+    needs besides: scales in flight, its codes and scales twice, and amaxes.
     """
     if entry.recipe is None:
         return entry.num_bytes, 0
@@ -129,17 +129,17 @@ def in_turn(
     exchange: Callable[[ShardPlan | None, ZerocastError | None], None],
     gather: Callable[[Sequence[Entry], ShardPlan | None], Callable[[], NamedTensors]],
 ) -> Iterator[NamedTensors]:
-    """Yield the tensors of one stage after the other. While one is gathered the next is cast and
-    the one after it is measured, and the gather of the next is begun before one is yielded.
+    """Yield the tensors of each stage. While one is gathered, the next is cast and the one after
+    that is measured. The gather of the next starts before one is yielded.
 
     Args:
-        stages: their entries.
-        begin: plans and measures a stage; returns the plan or an error.
-        exchange: what ranks exchange for that, and where they raise.
-        gather: begins to gather a stage that was cast; what it returns ends that.
+        stages: the entries of each stage.
+        begin: plans and measures a stage; returns the plan and an error.
+        exchange: runs the exchanges of that plan, or raises the error on all ranks.
+        gather: starts the gather of a stage that was cast; returns a function that waits for it.
     """
-    # Collectives follow one another, and a small one would wait behind the gather before it. So all
-    # that is exchanged for a stage comes before the gather of the one before it.
+    # Collectives run in order, and a small one would wait for the gather before it. So the
+    # exchanges of a stage come before the gather of the previous stage.
     plan: ShardPlan | None = None
     finish: Callable[[], NamedTensors] = dict
     for stage, after in itertools.pairwise([[], *stages, [], []]):
@@ -147,7 +147,7 @@ def in_turn(
             plan.encode()
         following, error = begin(after)
         tensors = finish()
-        finish = dict  # what the other held is let go of
+        finish = dict  # releases what the previous one held
         exchange(following, error)
         finish, plan = gather(stage, plan), following
         if tensors:

@@ -1,9 +1,9 @@
-"""Weights of which tensor parallelism leaves each rank some rows or columns, made whole.
+"""Gathers weights of which each rank has some rows or columns under tensor parallelism.
 
-Each rank casts its part as it lies in the whole weight (:class:`zerocast.TensorParallelShard`):
-its codes and scales are those of the whole's cast. So the parts are gathered in codes and put
-together: rows below each other, columns beside each other, of experts those of each matrix, or
-whole matrices behind each other.
+Each rank casts its part at its position in the whole weight
+(:class:`zerocast.TensorParallelShard`), so its codes and scales are those of a cast of the whole.
+The parts are gathered in codes and concatenated: by rows or by columns, for experts those of each
+matrix, or by whole matrices.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from zerocast.tensors import QuantizedStorage, QuantizedTensor, TensorParallelSh
 from zerocast.tensors.tp_shard import ROWS, check_tp_shards
 
 _ALIGNMENT = 8
-"""Bytes: of the largest element of what is gathered, and more."""
+"""The alignment of gathered pieces in bytes, at least the size of their largest element."""
 
 
 def is_fsdp_sharded(tensor: torch.Tensor) -> bool:
-    """Say whether FSDP2 has sharded a parameter. Rows of a plain one over one dimension of a mesh
-    are taken for FSDP2's, which makes no difference here.
+    """Return whether FSDP2 has sharded a parameter. A plain parameter sharded by rows over one mesh
+    dimension is taken for one of FSDP2, which makes no difference here.
     """
     if not is_sharded(tensor):
         return False
@@ -38,10 +38,10 @@ def is_fsdp_sharded(tensor: torch.Tensor) -> bool:
 
 
 def tp_part(name: str, tensor: torch.Tensor) -> TensorParallelShard | None:
-    """Return what tensor parallelism leaves this rank of a weight; None where that is all of it.
+    """Return this rank's part of a weight under tensor parallelism; None if that is all of it.
 
     Raises:
-        UnsupportedError: if it is split otherwise than by rows or columns, or twice.
+        UnsupportedError: if it is not split by rows or by columns, or is split twice.
     """
     local = to_local(tensor)
     if isinstance(local, QuantizedTensor):
@@ -52,7 +52,7 @@ def tp_part(name: str, tensor: torch.Tensor) -> TensorParallelShard | None:
 
 
 def check_part(name: str, tp_shard: TensorParallelShard, recipe: Recipe) -> None:
-    """Raise :class:`InputError` where ``recipe`` cannot cast this part of a weight by itself."""
+    """Raise :class:`InputError` if ``recipe`` cannot cast this part of a weight by itself."""
     try:
         tp_shard.check(recipe, tp_shard.shape, columnwise=False)
     except InputError as error:
@@ -62,9 +62,10 @@ def check_part(name: str, tp_shard: TensorParallelShard, recipe: Recipe) -> None
 def whole_weights(
     parts: dict[str, tuple[QuantizedStorage, TensorParallelShard]],
 ) -> dict[str, QuantizedStorage]:
-    """Return, by name, the weights of which these are this rank's parts, without columnwise codes.
-    Collective over the parts' groups: one exchange of their places and one of codes and scales.
-    ``parts`` are let go of as they are sent: it is empty afterwards.
+    """Return the whole weights by name, without columnwise codes, from this rank's ``parts``.
+
+    Collective over the parts' groups: each exchanges positions, then codes and scales. ``parts``
+    are released as they are sent, so it is empty afterwards.
     """
     by_comm: dict[Communicator, list[str]] = {}
     for name, (_, tp_shard) in parts.items():
@@ -81,7 +82,7 @@ def _gathered(
     forms = {name: (part.dtype, part.recipe) for name, (part, _) in parts.items()}
     tp_shards = {name: tp_shard for name, (_, tp_shard) in parts.items()}
     device = next(part.device for part, _ in parts.values())
-    # By rank, and by weight, the lines that it has.
+    # For each rank and weight, the rows or columns that the rank has: start and end.
     places = check_tp_shards(comm, list(parts), list(tp_shards.values())).tolist()
 
     def whole(name: str, on: torch.device) -> QuantizedStorage:
@@ -117,16 +118,18 @@ def _gathered(
 
 
 def _as(piece: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of ``room`` that ``piece`` takes, of its dtype and shape."""
+    """Return a view of the first bytes of ``room`` with the dtype and shape of ``piece``."""
     return room[: piece.nbytes].view(piece.dtype).view(piece.shape)
 
 
 def _pieces(
     storage: QuantizedStorage, tp_shard: TensorParallelShard, start: int, end: int
 ) -> Sequence[torch.Tensor]:
-    """Return what belongs to lines ``[start, end)`` of a weight that is sharded as ``tp_shard``:
-    its codes, bytes, and its scales; and what all parts have alike, the tensor amax, and the scales
-    of blocks that reach across parts. Nothing of no lines.
+    """Return views of the data of lines (rows or columns) ``[start, end)`` of a weight that is
+    sharded as ``tp_shard``; nothing if there are no lines.
+
+    These are codes, as bytes, and scales. Also data that all parts have alike: the tensor amax, and
+    scales of blocks that span parts.
     """
     if start == end:
         return []

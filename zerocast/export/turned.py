@@ -1,8 +1,9 @@
-"""Experts that a model keeps as [in, out], for a checkpoint that has their matrices as [out, in].
+"""Transposes experts that a model keeps as [in, out] for a checkpoint that has them as [out, in].
 
-The checkpoint's scales lie along the other side, so codes of the model's own matrices would not do:
-masters are turned, and cast as any others. A rank turns whole matrices. FSDP2 gives it such; ranks
-of a ZeroOptimizer send one another what is missing, in the dtype that the cast rounds to first.
+The checkpoint's scales are along the other dimension, so codes of the model's matrices cannot be
+used: masters are transposed, then cast as usual. A rank transposes whole matrices. FSDP2 gives it
+whole ones. Ranks of a ZeroOptimizer exchange missing elements, in the dtype that the cast first
+rounds to.
 """
 
 import dataclasses
@@ -19,9 +20,11 @@ from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 
 def is_turned(source: ExportSource, name: str) -> bool:
-    """Say whether a parameter of a module of experts holds matrices as [in, out]: transformers says
-    so of some, and of others their shapes, gate_up_proj having as many rows as down_proj columns.
-    An optimizer or a plan does not know modules, so of its weights that is denied.
+    """Return whether a parameter of a module of experts holds matrices as [in, out].
+
+    transformers marks some modules so (``is_transposed``). For others, gate_up_proj has as many
+    rows as down_proj has columns. An optimizer or a plan does not know its modules, so this returns
+    False for its weights.
     """
     if not isinstance(source, torch.nn.Module):
         return False
@@ -43,7 +46,7 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
     """Return the entry of a stack [..., in, out] as the checkpoint has it, [..., out, in].
 
     Raises:
-        InputError: where the bytes of training are asked for, which would be others there.
+        InputError: if the trained bytes are to be exported, and differ when transposed.
     """
     recipe, shard = present(entry.recipe), entry.shard
     if not casts_anew and (shard is None or recipe.block[0] != recipe.block[1]):
@@ -63,8 +66,9 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
 
 
 def turned_part(part: TensorParallelShard) -> TensorParallelShard:
-    """Return the part of the stack [..., out, in] that a rank has which has ``part`` of [..., in,
-    out]: for columns rows of each matrix, and columns for these.
+    """Return the part of the stack [..., out, in] that corresponds to ``part`` of [..., in, out].
+
+    Columns become rows of each matrix, and rows of each matrix become columns.
     """
     whole = turned_shape(part.whole)
     if part.dim == ROWS and not part.per_matrix:
@@ -76,7 +80,9 @@ def turned_part(part: TensorParallelShard) -> TensorParallelShard:
 
 
 def with_turned_masters(entry: Entry) -> Entry:
-    """Return ``entry``, with its masters if it is turned. Collective, over the ranks of these."""
+    """Return ``entry``, with its transposed masters if it has ``unturned`` ones. Collective over
+    their ranks.
+    """
     given = entry.unturned
     if given is None:
         return entry
@@ -100,6 +106,6 @@ def with_turned_masters(entry: Entry) -> Entry:
 
 
 def _matrices(shape: torch.Size, rank: int, size: int) -> Extent:
-    """Return the elements of the matrices that ``rank`` casts, as FSDP2 cuts a stack."""
+    """Return the elements of the matrices that ``rank`` casts, in chunks as FSDP2 makes them."""
     own, each = chunk(shape[:-2].numel(), rank, size), shape[-2:].numel()
     return Extent(own.start * each, own.end * each)

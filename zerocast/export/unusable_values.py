@@ -1,4 +1,4 @@
-"""What of a cast weight no server could use: values that are not finite, scales out of range."""
+"""Checks for weights that no server could use: values not finite, tensor scales out of range."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ from zerocast.tensors import QuantizedStorage
 
 
 def check_tensor_scale(name: str, dialect: Dialect, storage: QuantizedStorage) -> None:
-    """Raise :class:`UnsupportedError` where FP32 cannot hold the tensor scale of ``dialect``: the
-    codes would mean other values to a server.
+    """Raise :class:`UnsupportedError` if FP32 cannot represent the tensor scale of ``dialect``,
+    since a server would then decode other values.
     """
     scale, amax = dialect.tensor_scale, storage.buffers.get("amax")
     if scale is None or amax is None or not scale.inverted:
@@ -26,11 +26,12 @@ def check_tensor_scale(name: str, dialect: Dialect, storage: QuantizedStorage) -
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise :class:`NonFiniteError` where a value in high precision is not finite, or a scale is a
-    NaN, as that of a block with a NaN or an infinity is.
+    """Raise :class:`NonFiniteError` if a high-precision value is not finite or a scale is NaN.
+
+    The scale of a block that holds a NaN or an infinity is NaN.
 
     Args:
-        tensors: the values, or the scales of codes, by the names of their parameters.
+        tensors: high-precision values, or block scales, by the names of their parameters.
     """
     held = {name: each for name, each in tensors.items() if each.numel()}
     if not held:
@@ -45,10 +46,10 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_bad(scales: torch.Tensor) -> torch.Tensor:
-    """Whether a value or a scale is a NaN or an infinity.
+    """Return, as a bool tensor, whether any value or scale is NaN or infinite.
 
-    The codes of E4M3 and E8M0 scales, which have no sign, rise with their values, and a NaN's is
-    above all: one fast pass finds the greatest.
+    E4M3 and E8M0 scales are not negative, so their codes are ordered as their values, with NaN the
+    greatest; one maximum finds it.
     """
     if scales.is_floating_point() and scales.element_size() > 1:
         return ~torch.stack(scales.aminmax()).isfinite().all()  # no temporary of its size

@@ -1,4 +1,4 @@
-"""The model inside of its wrappers, by whose names servers know the weights."""
+"""Removes wrappers from a model, since servers know its weights by the names without them."""
 
 from typing import TypeVar
 
@@ -10,12 +10,12 @@ from zerocast.tensors.wrapped_names import INNER
 _Source = TypeVar("_Source")
 
 REPLICAS = {"DistributedDataParallel", "DataParallel", "AveragedModel", "DeepSpeedEngine"}
-"""Classes, of torch and of others, that have what they wrap as ``module``."""
+"""Classes, of torch and others, whose ``module`` is the module that they wrap."""
 
 
 def unwrapped(source: _Source) -> _Source | torch.nn.Module:
-    """Return a model without wrappers; modules that hold one are shallow copies, with the same
-    parameters. What is no module is returned as it is.
+    """Return a model without wrappers. Modules that contain a wrapper become shallow copies with
+    the same parameters. A source that is not a module is returned as it is.
 
     Raises:
         UnsupportedError: for a model with adapters of peft, or flat parameters of FSDP1.
@@ -32,7 +32,7 @@ def unwrapped(source: _Source) -> _Source | torch.nn.Module:
 
 
 def _unwrapped(module: torch.nn.Module, seen: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """Return ``module`` without wrappers; one that occurs twice is one again."""
+    """Return ``module`` without wrappers; a module that occurs twice is converted once."""
     if id(module) not in seen:
         is_replica = any(kind.__name__ in REPLICAS for kind in type(module).__mro__)
         own = {n: child for n, child in module._modules.items() if child is not None}

@@ -1,4 +1,4 @@
-"""A weight that is cast from shards, by ranks that are threads of this process."""
+"""Casts a weight from shards, with threads of this process as ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +11,12 @@ from zerocast.comm import Communicator, run_in_process
 def cast_on_threads(
     make: Callable[[], QuantizedTensor], master: torch.Tensor, cuts: Sequence[int]
 ) -> list[QuantizedTensor]:
-    """Cast and gather one weight; return what each rank then holds.
+    """Cast and gather one weight; return the weight of each rank.
 
     Args:
-        make: makes the weight, once on each rank.
-        master: the whole of it.
-        cuts: where the shards of ranks begin, and the last ends, as flat indices.
+        make: makes the weight; called on each rank.
+        master: the whole master.
+        cuts: the flat indices where the shards of ranks begin, and where the last ends.
     """
 
     def on_rank(comm: Communicator) -> QuantizedTensor:

@@ -1,16 +1,16 @@
-"""zerocast.refit: a trainer's weights, sent to servers while it trains.
+"""zerocast.refit: sends a trainer's weights to servers while it trains.
 
     refit = zerocast.refit.Refit(model, "deepseek/fp8", dtype=torch.bfloat16)
     for name, tensor in refit.named_tensors(): ...        # whole tensors, in codes
     for name, delta in refit.deltas(refit.version): ...   # what changed since the latest version
 
-Weights are cast from the shards, in the layout that the server loads, before anything travels.
+Weights are cast from the shards, into the layout that the server loads, before they are sent.
 
     refit         Refit: named tensors, shards, deltas
-    pieces        what a rank holds of a checkpoint's tensors
-    delta         what travels of a tensor that changed, with a digest of its bytes
-    receiver      where deltas are applied
-    audit         what every tensor travels as, against what a server was told
+    pieces        the parts of a checkpoint's tensors that a rank holds
+    delta         the format in which changes of a tensor are sent, with a digest of its bytes
+    receiver      Receiver: applies deltas
+    audit         the format of every sent tensor, compared with a server's configuration
 """
 
 from zerocast.refit.audit import Travels

@@ -1,4 +1,4 @@
-"""audit: what every tensor travels as, against what a server was told."""
+"""audit: lists the format of every sent tensor, and compares it with a server's configuration."""
 
 import fnmatch
 import re
@@ -19,12 +19,12 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class Travels:
-    """How one parameter or buffer travels.
+    """The format in which one parameter or buffer is sent.
 
     Attributes:
-        name: in the checkpoint.
-        tensors: its tensors there, by name, on the meta device: their shapes and dtypes.
-        recipe: by which it is quantized; None for one that is not.
+        name: its name in the checkpoint.
+        tensors: its tensors there by name, on the meta device, with their shapes and dtypes.
+        recipe: the class name of the recipe that quantizes it; None if it is not quantized.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Travels:
 
 
 def travels(export: Export) -> list[Travels]:
-    """Return how each parameter and buffer of an export travels, in its order."""
+    """Return the format of each parameter and buffer of an export, in its order."""
     return [_travels(export.dialect.of(entry.name), entry) for entry in export.entries]
 
 
@@ -59,9 +59,8 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
     """Compare an export with the ``quantization_config`` of a server's ``config.json``.
 
     Raises:
-        InputError: where the format is another, or the server builds a module quantized that is
-            not, or the other way round; with their names. Of an optimizer or a plan, too, whose
-            ``modules`` are not known.
+        InputError: if the formats differ, or a module is quantized on one side only; it names the
+            modules. Also for an optimizer or a plan whose ``modules`` are not known.
     """
     dialect = export.dialect
     unquantized, section = export.config.unquantized, export.config.section()
@@ -75,7 +74,7 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
     plain = []
     for entry in export.entries:
         module = entry.stored.rpartition(".")[0]
-        # The name of all experts of a module stands for each, unless each is matched.
+        # The name of a module of experts matches each expert, unless layers are matched.
         experts = None if dialect.matches_layers else module_of_experts(entry.stored)
         names = [module] if experts is None else [module, experts]
         if entry.recipe is not None and any(is_named(name, ignored) for name in names):
@@ -96,8 +95,9 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
 
 
 def _includes(given: Any, required: Any) -> bool:
-    """Whether a part of a configuration has all that is required, and perhaps more. A list is one
-    value, but for what layers are found by.
+    """Return whether a part of a configuration has at least the required items.
+
+    Lists must be equal, except ``targets``, which must have at least the required ones.
     """
     if isinstance(required, Mapping):
         return isinstance(given, Mapping) and all(
@@ -110,8 +110,10 @@ def _includes(given: Any, required: Any) -> bool:
 
 
 def is_named(module: str, patterns: Sequence[str]) -> bool:
-    """Say whether a module is named: exactly, by a pattern with ``*``, or by a regular expression
-    after ``re:``. A part of its name is no match.
+    """Return whether one of ``patterns`` matches the name of a module.
+
+    A pattern is the exact name, has ``*``, or is ``re:`` and a regular expression, which must match
+    at the start. A pattern without ``re:`` must match the whole name.
     """
     return any(
         re.match(pattern[3:], module) is not None

@@ -1,21 +1,21 @@
-"""What travels of a tensor: all of it, or the elements that changed since a version, as runs.
+"""The format in which a tensor is sent: whole, or as runs of elements that changed since a version.
 
 Note: a delta
 ~~~~~~~~~~~~~
-A delta is one uint8 tensor, so whatever moves named tensors moves deltas. It begins with a header
+A delta is one uint8 tensor, so any transport of named tensors can send it. It begins with a header
 of 8-byte integers::
 
     magic   since   version   checksum   seal   bytes   dtype (3)   dimensions   segments
     the shape; of each segment: first element, runs, elements
 
-``since`` is the version that it follows, or -1 for all of a tensor; ``checksum`` is that of the
-tensor afterwards (:mod:`zerocast.tensors.digest`); ``bytes`` is the length of the delta, and
-``seal`` its checksum with a seal of 0. Segments follow, one a rank: of each run the elements left
-out before it (uint16) and its length (uint8), then the elements of all runs. A longer gap or run
-takes several entries. A segment with runs = -1 is elements without gaps.
+``since`` is the version that it follows, or -1 for a whole tensor. ``checksum`` is the checksum of
+the tensor after the update (:mod:`zerocast.tensors.digest`). ``bytes`` is the length of the delta,
+and ``seal`` its checksum computed with a seal of 0. Segments follow, one per rank: for each run the
+number of elements skipped before it (uint16) and its length (uint8), then the elements of all runs.
+A longer gap or run takes several entries. A segment with runs = -1 has elements without gaps.
 
 Elements are those of the stored tensor: a byte for two 4-bit codes, four bytes for an FP32 scale.
-Runs that lie less than 4 bytes apart are one, which is shorter.
+Runs less than 4 bytes apart are merged, which is shorter.
 """
 
 import itertools
@@ -42,17 +42,17 @@ SENT = (
     torch.uint64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
 )  # fmt: skip
-"""The dtypes of tensors that are sent: those that torch copies and compares byte by byte."""
+"""The dtypes of tensors that can be sent: those that torch copies and compares byte by byte."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The changed elements of one rank's piece, as they travel.
+    """The changed elements of one rank's piece, as they are sent.
 
     Attributes:
-        first: the place of the piece in the whole tensor, in elements.
-        runs: entries of gaps and lengths; -1 where ``count`` elements follow without gaps.
-        count: elements.
+        first: the index of the piece's first element in the whole tensor.
+        runs: the number of entries of gaps and lengths; -1 for elements without gaps.
+        count: the number of elements.
         data: uint8: gaps, lengths, elements.
     """
 
@@ -68,11 +68,12 @@ class Segment:
 def changed_segments(
     comparisons: Sequence[Comparison],
 ) -> tuple[list[Segment], list[torch.Tensor]]:
-    """Compare what is held with what is, and hold that. All are on one device, and there is at
-    least one.
+    """Compare held values with new ones, and hold the new ones.
+
+    There must be at least one comparison, and all must be on one device.
 
     Returns:
-        the elements that changed, and what they add to the digests of the whole tensors.
+        The elements that changed, and what they add to the digests of the whole tensors.
     """
     found = backend_for(comparisons[0].values.device).changed_runs(comparisons)
     segments = [
@@ -83,7 +84,7 @@ def changed_segments(
 
 
 def whole_segment(values: torch.Tensor) -> Segment:
-    """Return all of a tensor."""
+    """Return a segment with all elements of a tensor."""
     return Segment(
         0, _WHOLE, values.numel(), values.contiguous().unsqueeze(-1).view(torch.uint8).view(-1)
     )
@@ -101,7 +102,7 @@ def packed(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the delta of a tensor, uint8; ``total`` is its checksum afterwards."""
+    """Return the uint8 delta of a tensor; ``total`` is the tensor's checksum after the update."""
     name = str(dtype).removeprefix("torch.").encode().ljust(24, b"\0")
     words = [int.from_bytes(name[at : at + 8], "little", signed=True) for at in (0, 8, 16)]
     words_of_header = _FIXED + len(shape) + 3 * len(segments)
@@ -122,12 +123,12 @@ class Delta:
     """A delta that has been read.
 
     Attributes:
-        since: the version that it follows; None where it is all of the tensor.
-        version: that of the tensor afterwards.
-        checksum: the tensor's afterwards.
-        shape, dtype: the tensor's.
-        places: int64, what changed; None for all.
-        values: flat: the elements at ``places``.
+        since: the version that it follows; None if it has the whole tensor.
+        version: the version of the tensor after the update.
+        checksum: the checksum of the tensor after the update.
+        shape, dtype: the shape and dtype of the tensor.
+        places: int64, the flat indices of the changed elements; None for all.
+        values: the elements at ``places``, flat.
     """
 
     since: int | None
@@ -143,7 +144,7 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
     """Read the delta of the tensor ``name``.
 
     Raises:
-        DeltaError: where it is none, or was damaged on its way.
+        DeltaError: if ``data`` is not a delta, or was damaged.
     """
     check_tensor("a delta", data)
     damaged = DeltaError(
@@ -163,7 +164,7 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
         raise damaged
     try:
         shape, dtype, places, values = _unpacked(data, words)
-    except (ValueError, AttributeError, RuntimeError) as error:  # sealed by no trainer
+    except (ValueError, AttributeError, RuntimeError) as error:  # not made by packed()
         raise damaged from error
     return Delta(None if since < 0 else since, version, total, shape, dtype, places, values)
 
@@ -171,10 +172,10 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
 def _unpacked(
     data: torch.Tensor, words: Sequence[int]
 ) -> tuple[torch.Size, torch.dtype, torch.Tensor | None, torch.Tensor]:
-    """Return shape, dtype, places and values of a delta whose header goes on with ``words``.
+    """Return shape, dtype, places and values of a delta; ``words`` end its fixed header.
 
     Raises:
-        ValueError, AttributeError, RuntimeError: where they do not fit together.
+        ValueError, AttributeError, RuntimeError: if they are inconsistent.
     """
     *names, dimensions, segments = words
     name = b"".join(word.to_bytes(8, "little", signed=True) for word in names)
@@ -215,5 +216,5 @@ def _unpacked(
         raise ValueError("segments that overlap")
     flat = torch.cat(values).view(dtype)
     if not places:
-        flat.view(shape)  # raises here, where torch has no tensors of this shape
+        flat.view(shape)  # raises here if the values do not have this shape
     return shape, dtype, torch.cat(places) if places else None, flat

@@ -1,4 +1,4 @@
-"""Whole weights that a server fuses, cast together; for trainers that gather them first."""
+"""Casts whole weights that a server fuses, for trainers that gather weights before the cast."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,9 @@ from zerocast.tensors import empty
 def encode_fused(
     weights: Mapping[str, torch.Tensor], dialect: Dialect
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return, by name, the tensors that are stored of each of ``weights``, whole matrices, by their
-    names in the checkpoint; under NVFP4 the weights share a tensor amax.
+    """Cast whole matrices in one amax group, and return the stored tensors of each weight.
+
+    The result maps the names of ``weights`` to dicts from names in the checkpoint to tensors.
     """
     cast = [
         empty(

@@ -1,8 +1,8 @@
-"""Piece: what one rank holds of one tensor of a checkpoint, and where in the whole it lies.
+"""Piece: the part of a tensor of a checkpoint that one rank holds, and its position in the whole.
 
-Codes and scales are cut alike: a rank has the scales of the blocks whose first element it owns. So
-the pieces of all ranks make up every tensor of the checkpoint, each element once, for any partition
-that cuts no byte.
+Scales are divided like codes: a rank has the scales of the blocks whose first element it owns. So
+the pieces of all ranks cover each element of every tensor once, for any partition that does not
+split a byte.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +29,10 @@ class Piece:
     """A range of one tensor of a checkpoint.
 
     Attributes:
-        name: the tensor's, in the checkpoint.
-        shape: of the whole tensor.
-        start: the place, in the flattened whole, of the first element; 4-bit codes are counted by
-            bytes, as they are stored.
-        values: flat, of the tensor's dtype; empty where this rank has nothing of it.
+        name: the name of the tensor in the checkpoint.
+        shape: the shape of the whole tensor.
+        start: the index of the first element in the flattened whole; for 4-bit codes, of the byte.
+        values: the elements, flat, with the tensor's dtype; empty if this rank has none.
         comm: the ranks whose pieces make up the whole.
     """
 
@@ -45,8 +44,8 @@ class Piece:
 
 
 def refuse_parts(export: Export) -> None:
-    """Raise :class:`UnsupportedError` on every rank where tensor parallelism splits a weight whose
-    codes are sent.
+    """Raise :class:`UnsupportedError` on every rank if tensor parallelism splits a weight that is
+    sent in codes. Collective.
     """
     with raising_together(export.comm):
         for entry in export.entries:
@@ -59,7 +58,7 @@ def refuse_parts(export: Export) -> None:
 
 
 def check_cuts(export: Export) -> None:
-    """Raise :class:`InputError` on every rank where one's shard of 4-bit codes begins or ends
+    """Raise :class:`InputError` on every rank if any rank's shard of 4-bit codes begins or ends
     inside a byte. Collective.
     """
     with raising_together(export.comm):
@@ -82,9 +81,10 @@ def pieces_of(
     plan: ShardPlan | None,
     tensors: Mapping[str, torch.Tensor],
 ) -> Iterator[Piece]:
-    """Yield what this rank holds of the tensors of ``bucket``, of which ``plan`` has cast some; of
-    weights that tensor parallelism splits an equal share of the whole, which is in ``tensors``.
-    Collective only where a plain parameter is sharded otherwise than by rows.
+    """Yield this rank's pieces of the tensors of ``bucket``, some of which ``plan`` has cast.
+
+    A weight that tensor parallelism splits must be whole in ``tensors``; each rank yields an equal
+    share of it. Collective only if an unquantized parameter is sharded, but not by rows.
     """
     for entry in bucket:
         dialect = export.dialect.of(entry.name)
@@ -107,7 +107,7 @@ def pieces_of(
 
 
 def _plain_pieces(entry: Entry) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that is not quantized and of which this rank has rows."""
+    """Yield the pieces of an unquantized parameter of which this rank has rows."""
     rows = own_rows(entry.name, entry.tensor)
     values = to_local(entry.tensor).detach().to(entry.dtype).contiguous().view(-1)
     start = 0
@@ -122,7 +122,7 @@ def _plain_pieces(entry: Entry) -> Iterator[Piece]:
 
 
 def _is_cut_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether ranks of one dimension of a mesh have rows of ``tensor``, and no other splits it."""
+    """Return whether ``tensor`` is sharded by rows over one mesh dimension, and by no other."""
     if not is_sharded(tensor):
         return False
     splits = [each for each in tensor.placements if not each.is_replicate()]
@@ -147,7 +147,7 @@ def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Pi
         shard.comm,
     )
     own_scales = plan.own_scales(entry.name)
-    if own_scales is not None:  # what is stored is of the whole's shape, and nowhere
+    if own_scales is not None:  # a meta tensor stands for the whole scales, for its shape
         spec = storage.form.buffers[plane.scales_name].allocate(torch.device("meta"))
         buffers = {**storage.buffers, plane.scales_name: spec}
         storage = QuantizedStorage(storage.shape, storage.dtype, storage.recipe, buffers)
@@ -163,8 +163,8 @@ def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Pi
 
 
 def scale_range(plane: Plane, extent: Extent) -> Extent:
-    """Return which scales of ``plane``, without padding and row by row, stand for blocks whose
-    first element is in ``extent``, elements of the weight; of a stack, matrix by matrix.
+    """Return the range of scales of ``plane`` whose blocks begin in ``extent``, elements of the
+    weight. Scales are counted row by row, without padding; in a stack, matrix by matrix.
     """
     grid, scales = plane.grid, plane.scales
     height = 1 if scales.rows == grid.rows else grid.block_h
@@ -177,7 +177,7 @@ def scale_range(plane: Plane, extent: Extent) -> Extent:
 
 
 def matrix_range(plane: Plane, extent: Extent) -> Extent:
-    """Return which matrices of a stack, or whether the only one, begin in ``extent``."""
+    """Return the range of matrices that begin in ``extent``; a weight that is no stack has one."""
     if not extent:
         return NOTHING
     return Extent(*(ceil_div(at, plane.grid.numel) for at in (extent.start, extent.end)))

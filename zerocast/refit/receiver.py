@@ -1,4 +1,4 @@
-"""Receiver: the tensors that deltas are applied to, and which version of each is held."""
+"""Receiver: holds the tensors that deltas are applied to, and the version of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ from zerocast.tensors.digest import digest
 
 @dataclass
 class _State:
-    """What is known of a held tensor: the version that it has, its checksum, and how many deltas
-    were applied when it changed last.
-    """
+    """The version and checksum of a held tensor, and ``applied`` when it last changed."""
 
     version: int
     checksum: int
@@ -25,16 +23,16 @@ class _State:
 class Receiver:
     """The receiving side of :meth:`zerocast.refit.Refit.deltas`.
 
-    A delta is checked before anything is written: that it is whole, that it follows the version
-    which the tensor has, and that the tensor has the bytes afterwards that it has at the trainer.
+    A delta is checked before anything is written. It must be undamaged and follow the version of
+    the tensor. The updated tensor must have the same bytes as at the trainer.
 
     Args:
-        tensors: by name in the checkpoint, those that a full sync is written into, contiguous, on
-            any device; others are made where the delta is.
+        tensors: contiguous tensors on any device, by name in the checkpoint, that full syncs are
+            written into; others are allocated on the device of the delta.
 
     Attributes:
-        tensors: by name, as they are now.
-        applied: how many deltas were applied, of all tensors.
+        tensors: the current tensors by name.
+        applied: the number of deltas applied to all tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -44,22 +42,23 @@ class Receiver:
 
     @property
     def version(self) -> int | None:
-        """The version of all tensors, to be given as ``since``; None where they differ or there are
-        none, and a full sync is needed.
+        """The version of all tensors, to be given as ``since``; None if they differ or there are no
+        tensors, so that a full sync is needed.
         """
         versions = {state.version for state in self._states.values()}
         return versions.pop() if len(versions) == 1 else None
 
     @torch.no_grad()
     def apply_delta(self, name: str, delta: torch.Tensor) -> torch.Tensor:
-        """Bring the tensor ``name`` up to date; return it.
+        """Apply a delta to the tensor ``name``, and return the tensor.
 
         Args:
-            delta: uint8, what :meth:`~zerocast.refit.Refit.deltas` yielded under this name.
+            name: the name of the tensor in the checkpoint.
+            delta: the uint8 tensor that :meth:`~zerocast.refit.Refit.deltas` yielded for it.
 
         Raises:
-            DeltaError: for one that was damaged, comes a second time, or follows one that did not
-                come; nothing has been written. A full sync repairs it.
+            DeltaError: if the delta was damaged, was already applied, or follows a delta that was
+                not applied; nothing has been written. A full sync repairs this.
         """
         given = unpacked(name, delta)
         if given.places is None:
@@ -93,7 +92,7 @@ class Receiver:
         return tensor
 
     def _store(self, name: str, given: Delta) -> torch.Tensor:
-        """Hold all of a tensor."""
+        """Store a whole tensor."""
         values = given.values.view(given.shape)
         if int(digest(given.values)) != given.checksum:
             raise DeltaError(
@@ -111,19 +110,19 @@ class Receiver:
     def changed_since(
         self, applied: int, packed_modules_mapping: Mapping[str, Sequence[str]]
     ) -> dict[str, torch.Tensor]:
-        """Return by name all tensors of the server's modules of which one has changed.
+        """Return, by name, all tensors of the server's modules in which a tensor has changed.
 
-        A server that builds a module anew from what it is given, as vLLM's ``reload_weights`` does,
-        takes for a tensor that it is not given whatever stands in memory: it serves NaN.
+        vLLM's ``reload_weights``, for example, rebuilds a module from the tensors that it gets. For
+        a missing tensor it uses uninitialized memory, and may then serve NaN.
 
         Args:
-            applied: what :attr:`applied` was when the server was last given tensors; 0 if never.
-            packed_modules_mapping: by the name of a server's module the names of those of the
-                checkpoint that it consists of: that of vLLM's class of the model. All experts of a
-                module ``experts`` are one of the server in any case.
+            applied: the value of :attr:`applied` when the server last got tensors; 0 if never.
+            packed_modules_mapping: maps the name of a module of the server to the names of the
+                checkpoint's modules that it fuses; vLLM's model classes have it. All experts of a
+                module ``experts`` always count as one module of the server.
 
         Raises:
-            DeltaError: where the tensors are of several versions.
+            DeltaError: if the tensors have several versions.
         """
         if self._states and self.version is None:
             raise DeltaError(
@@ -137,10 +136,10 @@ class Receiver:
         return {n: tensor for n, tensor in self.tensors.items() if modules[n] in changed}
 
     def check(self) -> None:
-        """Read all tensors, and compare their bytes with the checksums of the latest deltas.
+        """Compare the bytes of all tensors with the checksums of their latest deltas.
 
         Raises:
-            DeltaError: where a tensor was written by something else; its name is in the message.
+            DeltaError: if a tensor was written by something else; the message names it.
         """
         for name, state in self._states.items():
             if int(digest(self.tensors[name])) != state.checksum:
@@ -151,7 +150,7 @@ class Receiver:
 
 
 def _fused(packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[set[str]]:
-    """Return the names of modules that are one at the server, those that share one put together."""
+    """Return sets of names of modules that the server fuses; sets that share a name are merged."""
     found: list[set[str]] = []
     for parts in packed_modules_mapping.values():
         together = {part.strip(".") for part in parts}
@@ -161,7 +160,7 @@ def _fused(packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[set[str]
 
 
 def _module_of(name: str, fused: Sequence[set[str]]) -> tuple[str, int]:
-    """Return what tells the server's module that holds the tensor ``name``."""
+    """Return a key that identifies the server's module with the tensor ``name``."""
     path = "." + name.rpartition(".")[0]
     before, is_expert, _ = f"{path}.".partition(".experts.")
     if is_expert:

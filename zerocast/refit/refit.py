@@ -1,8 +1,8 @@
-"""Refit: the weights of a trainer, sent to a server while it trains.
+"""Refit: sends the weights of a trainer to a server while it trains.
 
-What is sent, and how it is cast, is that of :class:`zerocast.export.Export`. A Refit is kept: it
-holds the codes and scales of this rank's shards as they were sent last, which the next cast is
-compared with. Nothing else is kept, and no copy in high precision.
+It casts and sends the tensors of a :class:`zerocast.export.Export`. Between syncs it holds this
+rank's pieces of them (codes, scales, unquantized values) as they were last sent, to compare the
+next cast with. It holds no other copy in high precision.
 """
 
 import itertools
@@ -32,33 +32,32 @@ NamedTensor = tuple[str, torch.Tensor]
 
 @dataclass
 class _Held:
-    """What was sent last of one tensor: this rank's elements, flat, and the whole's checksum."""
+    """The last sent state of one tensor: this rank's elements, flat, and the whole's checksum."""
 
     values: torch.Tensor
     checksum: int
 
 
 class Refit(Uncopied):
-    """Feeds servers from a trainer. Every method is collective over the ranks of the trainer, and
-    what it returns is to be used up by all of them before they train on.
+    """A sender of a trainer's weights to servers. Every method is collective over the trainer's
+    ranks, and each rank must exhaust a returned iterator before it trains again.
 
     Args:
         source: the trained model, its masters sharded by FSDP2 or held by ``optimizer``; or a
-            ZeroOptimizer or a CastPlan, for their weights alone.
+            ZeroOptimizer or a CastPlan, to send its weights alone.
         dialect: one of :data:`zerocast.export.DIALECTS`, or its name.
-        hold_tensor_amax: cast NVFP4 under a tensor amax that is held from one cast to the next: a
-            power of two, the smallest that is not less than the weight's amax when it is taken, and
-            taken anew when the amax has grown past it or shrunk to half of what it was then. The
-            weights' own amaxes change by the last bit now and then, and with them codes
-            everywhere; so deltas are small only under one that is held.
-        options: as for :class:`zerocast.export.Export`: ``optimizer``, ``from_masters``,
+        hold_tensor_amax: whether to cast NVFP4 with a tensor amax that is held between casts. It is
+            the smallest power of two that is at least the weight's amax. It is chosen again when
+            the amax exceeds it, or shrinks to half of its value at that choice. Without this, a
+            change of the amax in its last bit changes codes everywhere, and deltas are large.
+        options: arguments of :class:`zerocast.export.Export`: ``optimizer``, ``from_masters``,
             ``include``, ``amax_groups``, ``dtype``, ``names``, ``bucket_bytes`` and ``group``.
 
     Attributes:
-        version: that of the latest :meth:`deltas` that was used up; 0 before the first.
+        version: the version of the latest exhausted :meth:`deltas`; 0 before the first.
 
     Raises:
-        InputError, UnsupportedError: as Export.
+        InputError, UnsupportedError: see :class:`zerocast.export.Export`.
     """
 
     instead = "make one of the other model"
@@ -81,19 +80,20 @@ class Refit(Uncopied):
         self.export()
 
     def export(self) -> Export:
-        """Return what is exported of the source, its parameters as they are now. Collective."""
+        """Return a new export of the source with its current parameters. Collective."""
         positional, options = self._arguments
         export = Export(*positional, **options)
         export.held_amaxes = self._held_amaxes
         return export
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield every tensor of the checkpoint with its name, whole, in an order that is the same
-        on all ranks; while one stage is gathered the next is cast, and its gather is under way
-        while one is used.
+        """Yield the name and whole value of every tensor of the checkpoint, in the same order on
+        all ranks.
+
+        While a stage is gathered, the next is cast; while a stage is used, the next is gathered.
 
         Raises:
-            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+            NonFiniteError: on every rank, if a weight holds a NaN or an infinity.
         """
         for tensors in self.export().stages():
             while tensors:
@@ -102,13 +102,14 @@ class Refit(Uncopied):
 
     @torch.no_grad()
     def shards(self) -> Iterator[Piece]:
-        """Yield what this rank has of every tensor of the checkpoint, and where in the whole it
-        lies: codes, and the scales of the blocks that begin in them. Nothing is gathered.
+        """Yield this rank's piece of every tensor of the checkpoint.
+
+        It has codes, and the scales of the blocks that begin in them. Codes are not gathered.
 
         Raises:
-            InputError: on every rank, where a shard of 4-bit codes begins or ends inside a byte.
-            UnsupportedError: on every rank, where tensor parallelism splits a weight.
-            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+            InputError: on every rank, if a shard of 4-bit codes begins or ends inside a byte.
+            UnsupportedError: on every rank, if tensor parallelism splits a weight.
+            NonFiniteError: on every rank, if a weight holds a NaN or an infinity.
         """
         export = self.export()
         refuse_parts(export)
@@ -118,20 +119,21 @@ class Refit(Uncopied):
 
     @torch.no_grad()
     def deltas(self, since: int | None = None) -> Iterator[NamedTensor]:
-        """Yield every tensor of the checkpoint with what changed of it, for
-        :meth:`zerocast.refit.Receiver.apply_delta`: the same on every rank.
+        """Yield a delta of every tensor of the checkpoint, for
+        :meth:`zerocast.refit.Receiver.apply_delta`; the same on every rank.
 
         Args:
-            since: the version that receivers have: :attr:`version`. None is a full sync: all of
-                every tensor.
+            since: the version that receivers have, which must be :attr:`version`. None is a full
+                sync, with all elements of every tensor.
 
         Yields:
             The name, and a delta: uint8, see :mod:`zerocast.refit.delta`.
 
         Raises:
-            InputError: on every rank, for another version than the latest, or after deltas that
-                were not used up: a full sync is needed. As :meth:`shards`, too.
-            NonFiniteError: on every rank, where a weight holds a NaN or an infinity.
+            InputError: on every rank, if ``since`` is not the latest version, or the previous
+                deltas were not exhausted, so that a full sync is needed; or if a shard of 4-bit
+                codes begins or ends inside a byte.
+            NonFiniteError: on every rank, if a weight holds a NaN or an infinity.
         """
         if since is not None:
             check_integer("since", since, 0, 2**62)
@@ -144,16 +146,15 @@ class Refit(Uncopied):
         return self._deltas(since)
 
     def audit(self, config: Mapping[str, Any] | None = None) -> list[Travels]:
-        """Return of every parameter and buffer what it travels as, in the checkpoint's order.
+        """Return the format of every sent parameter and buffer, in the checkpoint's order.
 
         Args:
             config: the ``quantization_config`` that the server was started with, as a dictionary;
-                None compares with nothing.
+                None to compare with no configuration.
 
         Raises:
-            InputError: on every rank, where ``config`` is of another format, or the server expects
-                a linear layer quantized that travels in high precision, or the other way round.
-                Layers are matched by their whole names.
+            InputError: on every rank, if ``config`` has another format, or a layer is quantized
+                only at the server or only here. Layers are matched by their whole names.
         """
         export = self.export()
         with raising_together(export.comm):
@@ -183,7 +184,7 @@ class Refit(Uncopied):
         plan, tensors, pieces = self._cast(export, stage)
         if since is None:
             tensors = tensors or export.gather(stage, plan)()
-            # What is not held any longer would stand beside the whole tensors and their copies.
+            # Release the plan's other memory before whole tensors and their copies are made.
             changes, plan = self._hold(pieces, _codes(export, stage)), None
             pieces = [replace(p, values=self._held[p.name].values) for p in pieces]
             found = [[whole_segment(tensors[piece.name])] for piece in pieces]
@@ -207,8 +208,8 @@ class Refit(Uncopied):
     def _cast(
         self, export: Export, stage: Sequence[Entry]
     ) -> tuple[ShardPlan | None, dict[str, torch.Tensor], list[Piece]]:
-        """Cast a stage; return its plan, its tensors where they had to be gathered (under tensor
-        parallelism), and this rank's pieces of all of them.
+        """Cast a stage; return its plan, its tensors if they had to be gathered (under tensor
+        parallelism), and this rank's pieces of all tensors.
         """
         plan = export.cast(stage)
         if plan is not None and plan.repeats_scales:
@@ -223,7 +224,7 @@ class Refit(Uncopied):
         for entry in stage:
             if entry.is_value:
                 names |= dict.fromkeys(entry.parts or (entry.stored,), entry.name)
-        with raising_together(export.comm):  # its owner alone knows the scale of a block
+        with raising_together(export.comm):  # only the owner of a block has its scale
             for piece in pieces:
                 if piece.name in names:
                     check_finite({names[piece.name]: piece.values})
@@ -232,17 +233,15 @@ class Refit(Uncopied):
     # --- what was sent last ---
 
     def _hold(self, pieces: Sequence[Piece], codes: Container[str]) -> list[int]:
-        """Hold ``pieces``, of which those in ``codes`` are memory of their own; return the digests
-        of the whole tensors.
-        """
+        """Hold ``pieces``, copying all except ``codes``; return digests of the whole tensors."""
         for piece in pieces:
             values = piece.values if piece.name in codes else piece.values.clone()
             self._held[piece.name] = _Held(values, 0)
         return _summed(pieces, [digest(piece.values, piece.start) for piece in pieces])
 
     def _changes(self, pieces: Sequence[Piece]) -> tuple[list[list[Segment]], list[int]]:
-        """Hold ``pieces``; return what all ranks' differ in from those that were held, and by how
-        much it changes the digests of the whole tensors.
+        """Hold ``pieces``; return all ranks' changes since those held before, and what these add to
+        the digests of the whole tensors.
         """
         comparisons = []
         for piece in pieces:
@@ -255,7 +254,7 @@ class Refit(Uncopied):
 
 
 def _codes(export: Export, entries: Sequence[Entry]) -> set[str]:
-    """Return the names of the codes that this rank casts into memory of its own."""
+    """Return the names of the codes that this rank casts into newly allocated memory."""
     return {
         entry.stored_name(export.dialect.of(entry.name).codes)
         for entry in entries
@@ -267,7 +266,7 @@ def _codes(export: Export, entries: Sequence[Entry]) -> set[str]:
 
 
 def _by_comm(pieces: Sequence[Piece]) -> dict[Communicator, list[int]]:
-    """Return the places of ``pieces`` by the ranks that make up their wholes."""
+    """Return the indices of ``pieces`` by their communicators."""
     found: dict[Communicator, list[int]] = {}
     for i, piece in enumerate(pieces):
         found.setdefault(piece.comm, []).append(i)
@@ -275,7 +274,7 @@ def _by_comm(pieces: Sequence[Piece]) -> dict[Communicator, list[int]]:
 
 
 def _summed(pieces: Sequence[Piece], sums: Sequence[torch.Tensor]) -> list[int]:
-    """Return the sums over all ranks of a number for each piece."""
+    """Return, for each piece, the sum over its ranks of a number in ``sums``."""
     found = [0] * len(pieces)
     for comm, indices in _by_comm(pieces).items():
         together = torch.stack([sums[i] for i in indices])
@@ -286,7 +285,7 @@ def _summed(pieces: Sequence[Piece], sums: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _gathered(pieces: Sequence[Piece], own: Sequence[Segment]) -> list[list[Segment]]:
-    """Return, for each piece, the segments of all ranks that changed anything."""
+    """Return, for each piece, the segments of all ranks with changes; one, if no rank has any."""
     found: list[list[Segment]] = [[] for _ in pieces]
     for comm, indices in _by_comm(pieces).items():
         if comm.size == 1:  # nothing to gather, and nothing to copy for it

@@ -1,14 +1,14 @@
 """CodedGroups: the groups of a ZeRO optimizer of DeepSpeed that hold codes.
 
-A group of DeepSpeed is a flat range of elements, its parameters end to end and padding at the end,
-cut evenly over the ranks; each rank has the masters of its part, in FP32. That stays. But where
-DeepSpeed keeps the same range once more in 16 bits, the parameters of which are views, here
+A group of DeepSpeed is a flat range of elements: its parameters concatenated, with padding at the
+end. The range is divided evenly over the ranks, and each rank has the FP32 masters of its part.
+This adapter keeps that. DeepSpeed has the same range again in 16 bits, and the parameters are views
+of it. Instead of that, here
 
-* codes lie in one buffer a plane for all groups, weight after weight without gaps. A rank's part
-  of the range is then a part of that buffer where one group holds codes, and it is all-gathered
-  there;
-* parameters that are not quantized are end to end in one buffer a group, in their dtype;
-* the range of 16 bits is on the meta device: DeepSpeed reads its size, and its writes go nowhere.
+* the codes of all groups are in one buffer per plane, weight after weight without gaps. If only one
+  group holds codes, a rank's part of the range is a part of that buffer, and is all-gathered there;
+* unquantized parameters of a group are concatenated in one buffer, in their dtype;
+* the 16-bit range is on the meta device: DeepSpeed reads its size, and writes to it have no effect.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from zerocast.layout import Extent
 
 
 class CodedGroups:
-    """Casts the masters of one optimizer into its weights. Making one is collective.
+    """The coded groups of one optimizer, whose masters it casts. Making one is collective.
 
     Args:
-        optimizer: a ``DeepSpeedZeroOptimizer`` with masters. Its weights move into buffers of this
-            object, with the values that they have.
+        optimizer: a ``DeepSpeedZeroOptimizer`` with masters. Its weights are moved into buffers of
+            this object, and keep their values.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -35,8 +35,8 @@ class CodedGroups:
         starts: list[int | None] = []
         comms: list[Communicator] = []
         self._plain: list[tuple[Communicator, torch.Tensor, list[int]]] = []
-        self._stored: list[torch.Tensor] = []  # parts of weights in high precision ...
-        self._sources: list[torch.Tensor] = []  # ... and of the masters that they are stored from
+        self._stored: list[torch.Tensor] = []  # this rank's parts of unquantized parameters ...
+        self._sources: list[torch.Tensor] = []  # ... and the masters that are copied into them
         for group, params in enumerate(optimizer.round_robin_bit16_groups):
             if not any(isinstance(param, QuantizedTensor) for param in params):
                 continue
@@ -61,7 +61,7 @@ class CodedGroups:
         _lay_end_to_end(weights)
         self._storages = [weight.quantized_storage for weight in weights]
         for storage in self._storages:
-            storage.keeps_source = True  # masters may start again from what is loaded
+            storage.keeps_source = True  # masters may be initialized again from loaded values
         names = [optimizer.param_names[weight] for weight in weights]
         self._plan = CastPlan(weights, masters, starts, comms, names=names, exchange="boundary")
 
@@ -73,8 +73,14 @@ class CodedGroups:
         own: Extent,
         partition: torch.Tensor,
     ) -> None:
-        """Let one buffer hold these parameters, each with its place in the group's range, of which
-        each rank owns ``size`` elements, this one ``own`` with the masters ``partition``.
+        """Move unquantized parameters into one buffer.
+
+        Args:
+            plain: the parameters, with their ranges in the group's range.
+            comm: the ranks of the group.
+            size: the elements of the group's range that each rank owns.
+            own: those that this rank owns.
+            partition: the masters of ``own``.
         """
         buffer = torch.cat([param.data.reshape(-1) for param, _ in plain])
         counts, end = [0] * comm.size, 0
@@ -90,9 +96,9 @@ class CodedGroups:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make every rank's weights from the masters. Collective."""
+        """Cast the masters, and gather the weights on every rank. Collective."""
         for storage in self._storages:
-            storage.high_precision_init_val = None  # masters have started from it
+            storage.high_precision_init_val = None  # masters were initialized from it
         if self._stored:
             torch._foreach_copy_(self._stored, self._sources)
         self._plan.cast()
@@ -107,7 +113,7 @@ def _part(flat: torch.Tensor, extent: Extent) -> torch.Tensor:
 
 
 def _lay_end_to_end(weights: Sequence[QuantizedTensor]) -> None:
-    """Move the codes of all weights into one buffer a plane."""
+    """Move the codes of all weights into one buffer per plane."""
     storages = [weight.quantized_storage for weight in weights]
     places = {"rowwise_data": 0, "columnwise_data": 0}
     buffers = {
@@ -128,10 +134,10 @@ def _lay_end_to_end(weights: Sequence[QuantizedTensor]) -> None:
 
 
 def is_coded(flat: torch.Tensor) -> bool:
-    """Say whether a flat range of DeepSpeed's stands for a group that holds codes."""
+    """Return whether a flat range of DeepSpeed is that of a group that holds codes."""
     return flat.is_meta
 
 
 def coded_groups(flats: Sequence[Any]) -> CodedGroups | None:
-    """Return the object that makes the weights of these flat ranges; None if none hold codes."""
+    """Return the object that holds the weights of these flat ranges; None if none has codes."""
     return next((flat.zerocast_groups for flat in flats if is_coded(flat)), None)

@@ -1,7 +1,6 @@
-"""The functions that replace DeepSpeed's, for weights that hold codes; :func:`install` replaces
-them.
+"""Functions that :func:`install` puts in place of DeepSpeed's, for weights that hold codes.
 
-Each takes the function that it replaces, and its arguments.
+Each takes the function that it replaces, then the arguments of that function.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +32,9 @@ def _quantized(params: Iterable[Any]) -> list[QuantizedTensor]:
 def check_configuration(
     theirs: Theirs, self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse configurations that would train wrongly, in the first function that gets the model,
-    before the engine has changed it.
+    """Raise :class:`UnsupportedError` for configurations that would train wrongly.
+
+    This replaces the first function that gets the model, before the engine has changed it.
     """
     weights = _quantized(model.parameters())
     if not weights:
@@ -83,7 +83,7 @@ def check_configuration(
 def change_nominal_dtype(
     theirs: Theirs, self: Any, param_dtype: torch.dtype | None, *args: Any, **kwargs: Any
 ) -> None:
-    """Let weights present the dtype of the training; their codes stay."""
+    """Change the nominal dtype of weights to that of the training, and keep their codes."""
     for weight in _quantized(self.module.parameters()):
         if param_dtype not in (None, weight.dtype):
             storage = weight.quantized_storage.to(dtype=param_dtype)
@@ -92,10 +92,10 @@ def change_nominal_dtype(
 
 
 def broadcast(theirs: Theirs, self: Any) -> None:
-    """Send the first rank's bytes, and the values that masters start from.
+    """Broadcast the first rank's bytes, and the values that masters are initialized from.
 
     Raises:
-        RankMismatchError: on every rank, where their quantized weights are of different kinds.
+        RankMismatchError: on every rank, if ranks have different kinds of quantized weights.
             Nothing has been sent.
     """
     if self.dist_backend is None:
@@ -108,7 +108,7 @@ def broadcast(theirs: Theirs, self: Any) -> None:
     _check_kinds(comm, storages)
     self.module.named_parameters = lambda *_, **__: iter(plain.items())
     try:
-        theirs(self)  # reads .data.view(torch.uint8), so it gets the bytes
+        theirs(self)  # now sees only unquantized parameters
     finally:
         del self.module.named_parameters
     for name, storage in storages.items():
@@ -121,7 +121,7 @@ def broadcast(theirs: Theirs, self: Any) -> None:
 
 
 def _check_kinds(comm: Communicator, storages: Mapping[str, QuantizedStorage]) -> None:
-    """Compare what the ranks are about to send. Collective, also where no weight holds codes."""
+    """Check that all ranks send the same kinds of weights. Collective, also without any weight."""
     check_same(
         comm,
         [
@@ -134,8 +134,9 @@ def _check_kinds(comm: Communicator, storages: Mapping[str, QuantizedStorage]) -
 
 
 def shared_params(theirs: Theirs, self: Any) -> dict[str, str]:
-    """Name by each further name of a weight its first one: by the object, where a weight has no
-    memory of its own.
+    """Map each other name of a shared weight to its first name.
+
+    Quantized weights are compared by object, since they have no memory that identifies them.
     """
     named = list(self.module.named_parameters(remove_duplicate=False))
     if not _quantized(param for _, param in named):
@@ -155,8 +156,9 @@ def shared_params(theirs: Theirs, self: Any) -> dict[str, str]:
 def flatten_values(
     theirs: Theirs, self: Any, tensor_list: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Flatten the values that masters start from: those that the codes were made from, where a
-    weight keeps them, else those that they decode to.
+    """Flatten the values that masters are initialized from.
+
+    These are the source of the codes if a weight keeps it, else the decoded codes.
     """
     return theirs(self, [_start(tensor) for tensor in tensor_list], *args, **kwargs)
 
@@ -169,13 +171,15 @@ def _start(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def point_to_flat(theirs: Theirs, self: Any, group_index: int) -> None:
-    """Leave the weights of a group that holds codes where they are."""
+    """Do nothing for a group that holds codes, whose weights stay in their buffers."""
     if not any(map(_is_quantized, self.round_robin_bit16_groups[group_index])):
         theirs(self, group_index)
 
 
 def take_over(theirs: Theirs, self: Any) -> None:
-    """Free the 16-bit ranges of groups that hold codes, once masters exist."""
+    """Replace the 16-bit ranges of groups that hold codes by :class:`CodedGroups`, once masters
+    exist.
+    """
     groups = self.round_robin_bit16_groups
     coded = [i for i, params in enumerate(groups) if any(map(_is_quantized, params))]
     flats = self.bit16_groups_flat
@@ -189,7 +193,7 @@ def take_over(theirs: Theirs, self: Any) -> None:
             )
         made.publish()
     theirs(self)
-    for i in coded:  # what is linked to a weight beside its master is its value, decoded
+    for i in coded:  # DeepSpeed has linked a decoded value to each weight, besides its master
         for weight in _quantized(groups[i]):
             linked: Any = getattr(weight, "_hp_mapping", None)
             if linked is not None:
@@ -203,7 +207,7 @@ def cast_and_gather(
     dp_process_group: Sequence[Any],
     **options: Any,
 ) -> None:
-    """Cast the groups that hold codes and gather these; leave the others to DeepSpeed."""
+    """Cast the groups that hold codes and gather the codes; call DeepSpeed for other groups."""
     made = coded_groups(groups_flat)
     if made is not None:
         made.publish()
@@ -218,7 +222,7 @@ def cast_and_gather(
 
 @torch.no_grad()
 def restart_masters(theirs: Theirs, self: Any) -> None:
-    """Start masters from the weights, whose 16-bit ranges exist during this call only."""
+    """Initialize masters from the weights; 16-bit ranges of these exist during this call only."""
     partitions = self.parallel_partitioned_bit16_groups
     flats = {i: flat for i, flat in enumerate(self.bit16_groups_flat) if is_coded(flat)}
     for i in flats:
@@ -238,7 +242,7 @@ def restart_masters(theirs: Theirs, self: Any) -> None:
 def check_offload(
     theirs: Theirs, self: Any, include: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse to move masters and weights, which are cast where they lie."""
+    """Raise :class:`UnsupportedError` if masters or weights that hold codes would be offloaded."""
     moved = {"hp_params", "lp_params"}
     if include is not None:
         moved &= {str(getattr(state, "value", state)) for state in include}

@@ -1,4 +1,4 @@
-"""Lists the functions of DeepSpeed that are replaced, each with its replacement in
+"""The functions of DeepSpeed that are replaced, each with its replacement in
 :mod:`zerocast.adapters.deepspeed.deepspeed_hooks`.
 """
 
@@ -18,19 +18,19 @@ _GATHER = (
 def install() -> None:
     """Let DeepSpeed's ZeRO-1 and ZeRO-2 train weights of zerocast. A second call does nothing.
 
-    Call it before ``deepspeed.initialize``, which then takes models whose weights hold codes
-    (:func:`zerocast.nn.convert`, :func:`zerocast.model_init`), and refuses configurations under
-    which they could not be right. Models without such weights are trained as without it.
+    Call this before ``deepspeed.initialize``. That then accepts models whose weights hold codes
+    (:func:`zerocast.nn.convert`, :func:`zerocast.model_init`), and refuses configurations that
+    would train them wrongly. Models without such weights are trained as before.
 
     Raises:
-        UnsupportedError: where DeepSpeed is not installed, or has functions with other parameters
-            than zerocast knows. Nothing has been replaced.
+        UnsupportedError: if DeepSpeed is not installed, or a function has other parameters than
+            zerocast supports. Nothing has been replaced.
     """
     _REPLACEMENTS.install()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`. Engines that train weights of zerocast need it as long as they live."""
+    """Undo :func:`install`. No engine that trains weights of zerocast may be used afterwards."""
     _REPLACEMENTS.uninstall()
 
 

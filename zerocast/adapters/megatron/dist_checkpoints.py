@@ -1,9 +1,9 @@
-"""Adds to a checkpoint of Megatron-Core what continuing with weights of zerocast bit for bit needs.
+"""Adds recipe state to Megatron-Core's checkpoints, to resume bit for bit with zerocast's weights.
 
-It holds masters, and the values of weights, but not their codes: masters are cast once they are
-loaded. The recipe state goes into the checkpoint, too: the amaxes of delayed scaling, the counters
-of stochastic rounding. It is the same on all ranks of a data-parallel group, however many there
-are, and the first of them writes it.
+A checkpoint holds masters and the values of weights, but not their codes: masters are cast after
+loading. This module adds the recipe state: the amaxes of delayed scaling, the counters of
+stochastic rounding. It is the same on all ranks of a data-parallel group of any size, and the first
+rank of the group writes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _KEY = "zerocast"
 
 
 def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add the recipe state of the optimizer's weights to its sharded state."""
+    """Return the optimizer's sharded state with the recipe state of its weights."""
     from megatron.core.dist_checkpointing import ShardedObject
 
     state = theirs(self, *args, **kwargs)
@@ -41,11 +41,11 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
-    """Cast the masters that were loaded, from the recipe state with which their codes were made.
+    """Load masters, and cast them with the saved recipe state.
 
     Raises:
-        InputError: where that is of other weights, or of another recipe. Nothing of the optimizer
-            has been changed.
+        InputError: if the saved recipe state is of other weights or another recipe. The optimizer
+            has not been changed.
     """
     storages, saved = _storages(self), state_dict.get(_KEY)
     if saved is not None:
@@ -77,7 +77,9 @@ def _check(storages: Sequence[QuantizedStorage], saved: Sequence[Any]) -> None:
 
 
 def _storages(optimizer: Any) -> list[QuantizedStorage]:
-    """Return those of its weights, in the order of its buffers, which the model alone decides."""
+    """Return the storages of its quantized weights in the order of its buffers, which depends only
+    on the model.
+    """
     buffers = getattr(optimizer, "buffers", ())  # none where all weights are frozen
     weights = (weight for buffer in buffers for weight in buffer.params)
     return [weight.quantized_storage for weight in weights if isinstance(weight, QuantizedTensor)]

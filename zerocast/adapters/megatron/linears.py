@@ -1,4 +1,4 @@
-"""Codes in the weights of Megatron-Core's linear layers."""
+"""Quantizes the weights of Megatron-Core's linear layers."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ def quantize_linears(
     skip: Sequence[str] = (),
     first_last_layers_bf16: bool | None = None,
 ) -> ConversionReport:
-    """Put codes into the weights of Megatron-Core's column- and row-parallel linear layers.
+    """Quantize the weights of Megatron-Core's column- and row-parallel linear layers.
 
-    Each rank quantizes the part that it holds, with separate scales, as TransformerEngine does.
-    Attributes of the weights (``tensor_model_parallel``, ``partition_dim``, ...) stay, and their
-    present values are kept for the optimizer's masters. Layers multiply by the values of the codes.
+    Each rank quantizes its part with separate scales, as TransformerEngine does. Attributes of the
+    weights (``tensor_model_parallel``, ``partition_dim``, ...) are kept, and their current values
+    are kept for the optimizer's masters. Layers multiply by the decoded weights.
 
     Args:
         model: modules of Megatron-Core, before ``DistributedDataParallel`` wraps them.
-        recipe: the recipe of the weights, or its name. Weights hold rowwise codes alone.
-        skip: names of layers, or patterns of these with ``*`` and ``?``, that stay as they are.
-        first_last_layers_bf16: leave out the transformer layers at both ends, as many as their
-            configuration says in ``num_layers_at_start_in_bf16`` and ``num_layers_at_end_in_bf16``.
-            None: where it says so in its own ``first_last_layers_bf16``.
+        recipe: the recipe of the weights, or its name. Weights hold rowwise codes only.
+        skip: names of layers, or patterns with ``*`` and ``?``, that are not quantized.
+        first_last_layers_bf16: whether to skip the first and last transformer layers, as many as
+            their configuration has in ``num_layers_at_start_in_bf16`` and
+            ``num_layers_at_end_in_bf16``. None for its ``first_last_layers_bf16``.
 
     Raises:
-        InputError: for a wrong argument, or a ``skip`` that names no layer. Nothing has been
-            changed.
+        InputError: for a wrong argument, or a name in ``skip`` that matches no layer. Nothing has
+            been changed.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -59,7 +59,7 @@ def quantize_linears(
 
 
 def _is_at_an_end(model: torch.nn.Module, name: str, is_asked: bool | None) -> bool:
-    """Say whether the layer stands in one of the transformer layers that stay in high precision."""
+    """Return whether the layer is in a first or last transformer layer that is not quantized."""
     parts = name.split(".")
     for end in range(len(parts), -1, -1):
         module = model.get_submodule(".".join(parts[:end]))

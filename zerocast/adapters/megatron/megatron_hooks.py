@@ -1,5 +1,5 @@
-"""The functions that run where Megatron-Core would call TransformerEngine. The first argument of
-each is the function that it replaces, which it calls for all weights that are not zerocast's.
+"""The functions that replace Megatron-Core's calls of TransformerEngine. The first argument of each
+is the function that it replaces, which it calls for weights that are not zerocast's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,26 +20,30 @@ from zerocast.cast.plan_cache import find_plan, keep_plan
 
 
 def is_quantized(theirs: Callable[..., Any], tensor: object) -> Any:
-    """Count weights of zerocast among the quantized ones."""
+    """Return True for weights of zerocast."""
     return isinstance(tensor, QuantizedTensor) or theirs(tensor)
 
 
 def is_4_bits(theirs: Callable[..., Any], tensor: object) -> Any:
-    """Say whether a weight holds two codes a byte."""
+    """Return whether a weight holds two codes per byte."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.recipe.numerics.fmt.bits == 4
     return theirs(tensor)
 
 
 def dequantize(theirs: Callable[..., Any], tensor: torch.Tensor) -> Any:
-    """Return the values of the codes."""
+    """Return the decoded values of a weight."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else theirs(tensor)
 
 
 def replace_codes(
     theirs: Callable[..., Any], tensor: torch.Tensor, new_raw_data: torch.Tensor
 ) -> None:
-    """Move the codes of a weight into a buffer of Megatron-Core, which holds one plane."""
+    """Move the codes of a weight into a buffer of Megatron-Core, which holds one plane.
+
+    Raises:
+        UnsupportedError: if two planes are gathered, or the buffer has another size.
+    """
     if not isinstance(tensor, QuantizedTensor):
         theirs(tensor, new_raw_data)
         return
@@ -67,9 +71,9 @@ def cast(
     data_parallel_group: Any,
     fsdp_shard_model_params: Sequence[Any] | None = None,
 ) -> None:
-    """Cast the masters of one optimizer. Scales travel at once; codes with Megatron-Core's gather.
+    """Cast the masters of one optimizer, and gather scales; Megatron-Core later gathers codes.
 
-    Only Megatron-FSDP gives ``fsdp_shard_model_params``, and it gets no weights of zerocast.
+    Only Megatron-FSDP gives ``fsdp_shard_model_params``, and it has no weights of zerocast.
     """
     shards = fsdp_shard_model_params or [None] * len(model_params)
     rows = list(zip(model_params, main_params, start_offsets, shards, strict=True))
@@ -92,10 +96,10 @@ def _plan_of(
     starts: list[int | None],
     group: Any,
 ) -> CastPlan:
-    """Find the plan of an earlier step, or make one.
+    """Return the plan of an earlier step, or make one.
 
-    An optimizer cuts its masters once, on all ranks together, so all find a plan or none does, and
-    no collective has to say so.
+    An optimizer shards its masters once, on all ranks. So either all ranks find a plan or none
+    does, and no collective is needed to check this.
     """
     storages = [weight.quantized_storage for weight in weights]
     sizes = (None if master is None else master.numel() for master in masters)
@@ -106,7 +110,7 @@ def _plan_of(
 
 
 def rebuild(theirs: Callable[..., Any], model_params: Sequence[torch.Tensor]) -> None:
-    """Rebuild the derived copies from gathered codes."""
+    """Compute the data that is derived from gathered codes."""
     ours = _quantized(model_params)
     if ours:
         post_all_gather_processing(ours)
@@ -117,13 +121,16 @@ def rebuild(theirs: Callable[..., Any], model_params: Sequence[torch.Tensor]) ->
 def gather_bytes(
     theirs: Callable[..., Any], output: torch.Tensor, own: torch.Tensor, **kwargs: Any
 ) -> Any:
-    """Gather as bytes: gloo converts tensors of unequal dtypes that are gathered together."""
+    """Gather tensors as bytes, since gloo converts between tensors of different dtypes."""
     return theirs(output.view(torch.uint8), own.view(torch.uint8), **kwargs)
 
 
 def make_buffer(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a configuration under which Megatron-Core would never cast the masters, or send other
-    bytes than codes.
+    """Raise if Megatron-Core would never cast the masters, or would send other bytes than codes.
+
+    Raises:
+        InputError: without the distributed optimizer, or the gather of the weights' codes.
+        UnsupportedError: with ``reuse_grad_buf_for_mxfp8_param_ag``.
     """
     theirs(self, *args, **kwargs)
     weights = _quantized(self.params)
@@ -141,7 +148,9 @@ def make_buffer(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 def make_optimizer(
     theirs: Callable[..., Any], self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse masters that an optimizer keeps to itself: Megatron-Core hands out none to cast."""
+    """Raise :class:`UnsupportedError` if the inner optimizer holds the masters, since Megatron-Core
+    then passes none to the cast.
+    """
     groups = [] if optimizer is None else optimizer.param_groups  # None: all weights are frozen
     weights = _quantized(weight for group in groups for weight in group["params"])
     if weights and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
@@ -156,8 +165,8 @@ def make_optimizer(
 
 
 def _check_buffers_hold_codes(weights: list[QuantizedTensor], config: Any) -> None:
-    """Raise :class:`UnsupportedError` for a configuration of gradients' or optimizer's buffers that
-    puts values where codes are.
+    """Raise :class:`UnsupportedError` for a configuration of gradient buffers or the optimizer that
+    puts values into the place of codes.
     """
     if weights and getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise UnsupportedError(
@@ -170,7 +179,9 @@ def _check_buffers_hold_codes(weights: list[QuantizedTensor], config: Any) -> No
 def make_layer_wise(
     theirs: Callable[..., Any], self: Any, optimizers: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse whole matrices as masters: Megatron-Core copies and sends these as values."""
+    """Raise :class:`UnsupportedError` for the layer-wise optimizer, which has whole matrices as
+    masters, and which Megatron-Core copies and sends as values.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if any(_quantized(group["params"]) for group in groups):
         raise UnsupportedError(
@@ -184,7 +195,9 @@ def make_layer_wise(
 def make_fsdp(
     theirs: Callable[..., Any], self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse Megatron-FSDP, which frees a weight's codes and sets them plane by plane."""
+    """Raise :class:`UnsupportedError` for Megatron-FSDP, which frees codes and sets them plane by
+    plane.
+    """
     if _quantized(module.parameters()):
         raise UnsupportedError(
             "quantized weights need Megatron-Core's DistributedDataParallel, got Megatron-FSDP, "
@@ -195,7 +208,7 @@ def make_fsdp(
 
 
 def _quantized(weights: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
-    """Return those of zerocast among ``weights``."""
+    """Return the weights of zerocast among ``weights``."""
     return [weight for weight in weights if isinstance(weight, QuantizedTensor)]
 
 
@@ -204,10 +217,13 @@ def _no(_: object) -> bool:
 
 
 def halve_layout(theirs: Callable[..., Any], self: Any, params_with_names: Any) -> None:
-    """Put every code where half of its element's place in the buffer of gradients is.
+    """Place every code at half the index of its element in the gradient buffer.
 
-    So a rank's bytes are the codes of its elements. Megatron-Core pads elements and bytes
-    independently, by which some codes lie in no rank's bytes (3 ranks, a weight of 80 x 208).
+    A rank's bytes are then the codes of its elements. Megatron-Core pads elements and bytes
+    independently, so that some codes are in no rank's bytes (3 ranks, a weight of 80 x 208).
+
+    Raises:
+        UnsupportedError: if the buffer has other weights, or ranks have odd numbers of elements.
     """
     if not _quantized(weight for weight, _ in params_with_names):
         theirs(self, params_with_names)

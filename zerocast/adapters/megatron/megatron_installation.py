@@ -1,4 +1,4 @@
-"""Lists the functions of Megatron-Core that are replaced, each with its replacement."""
+"""The functions of Megatron-Core that are replaced, each with its replacement."""
 
 from zerocast.adapters.megatron import dist_checkpoints
 from zerocast.adapters.megatron import megatron_hooks as hooks
@@ -13,8 +13,8 @@ def install() -> None:
     """Let Megatron-Core train weights of zerocast. A second call does nothing.
 
     Raises:
-        UnsupportedError: where Megatron-Core is not installed, or reaches quantized weights through
-            functions with other parameters than zerocast knows. Nothing has been replaced.
+        UnsupportedError: if Megatron-Core is not installed, or a function has other parameters
+            than zerocast supports. Nothing has been replaced.
     """
     _REPLACEMENTS.install()
 
@@ -22,8 +22,7 @@ def install() -> None:
 def uninstall() -> None:
     """Undo :func:`install`, also in modules of Megatron-Core that were imported after it.
 
-    Call it once training has ended: an optimizer that steps afterwards would copy masters over
-    codes.
+    Call it only after training: an optimizer that steps afterwards would copy masters over codes.
     """
     _REPLACEMENTS.uninstall()
 
@@ -51,7 +50,7 @@ def _find() -> list[Replacement]:
         (LayerWiseDistributedOptimizer, "__init__", "self, optimizers", hooks.make_layer_wise),
         (MegatronFSDP, "__init__", "self, module", hooks.make_fsdp),
     ]
-    if hasattr(fp4, "modify_nvfp4_rowwise_storage"):  # buffers of two codes a byte
+    if hasattr(fp4, "modify_nvfp4_rowwise_storage"):  # buffers of two codes per byte
         codes, layout = "fp4_tensor, new_rowwise_data", "self, params_with_names"
         found += [
             (fp4, "is_nvfp4tensor", "tensor", hooks.is_4_bits),

@@ -1,4 +1,4 @@
-"""NeMo-RL: the map from names to local shards by which its resharding refit sends weights."""
+"""NeMo-RL: the map from names to local shards that its resharding refit sends."""
 
 from importlib import import_module
 from typing import Any
@@ -24,7 +24,7 @@ class LocalShards:
         self._pieces = {piece.name: piece for piece in self.refit.shards()}
 
     def build_hf_to_local_param_map(self, refit_info: dict[str, Any]) -> Any:
-        """Return the ``HFToLocalParamMap`` of all tensors; a refit asks it for the latest rows."""
+        """Return the ``HFToLocalParamMap`` of all tensors, which looks up the latest rows."""
         utils = import_module("nemo_rl.weight_sync.nccl_reshard_utils")
         return utils.HFToLocalParamMap(specs={
             name: utils.LocalParamSpec(
@@ -34,6 +34,6 @@ class LocalShards:
         })  # fmt: skip
 
     def rows(self, name: str) -> torch.Tensor:
-        """This rank's rows of one tensor, as they were cast last."""
+        """Return this rank's rows of one tensor from the latest cast."""
         piece = self._pieces[name]
         return piece.values.view(-1, *piece.shape[1:]) if piece.shape else piece.values

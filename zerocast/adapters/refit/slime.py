@@ -1,4 +1,4 @@
-"""slime and miles: functions that quantize the converted parameters of a Megatron parameter."""
+"""slime and miles: a function that quantizes the parameters converted from one of Megatron."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from zerocast.refit.fused_weights import encode_fused
 
 
 def quantize_params(dialect: Dialect | str) -> Callable[..., Any]:
-    """Return a function that takes the place of ``quantize_params_fp8``, ``_mxfp8`` or ``_nvfp4``.
+    """Return a replacement of ``quantize_params_fp8``, ``_mxfp8`` or ``_nvfp4``.
 
-    It quantizes the matrices ``X.weight`` but for modules that the configuration names. Under NVFP4
-    those of one call, which are one parameter in Megatron and in the server, share a tensor amax.
+    It quantizes the matrices ``X.weight``, except in modules that the configuration lists. With
+    NVFP4, matrices of one call share a tensor amax, as Megatron and the server fuse them.
     """
     found = as_dialect(dialect)
 

@@ -1,4 +1,4 @@
-"""verl: the parameters of an engine, in codes; for the engine's methods of the same names."""
+"""verl: the quantized parameters of an engine, for the engine's methods of the same names."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,8 +9,8 @@ from zerocast.refit import Refit
 
 
 class EngineWeights:
-    """The result of ``BaseEngine.get_per_tensor_param`` and ``get_per_tensor_param_shard``, which a
-    checkpoint engine's ``send_weights`` takes.
+    """An implementation of ``BaseEngine.get_per_tensor_param`` and ``get_per_tensor_param_shard``,
+    whose results a checkpoint engine's ``send_weights`` takes.
 
     Args:
         refit: the refit of the engine's model.
@@ -20,11 +20,11 @@ class EngineWeights:
         self.refit = refit
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """Return whole tensors with their names; all ranks iterate over them."""
+        """Return an iterator of names and whole tensors; all ranks must iterate over it."""
         return self.refit.named_tensors(), None
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """Return (name, this rank's elements, flat, and their ``ShardSpec``)."""
+        """Return an iterator of (name, this rank's elements, flat, ``ShardSpec``)."""
         return self._shards(), None
 
     def _shards(self) -> Iterator[Any]:

@@ -1,10 +1,10 @@
-"""LinearConverter: zerocast in torchtitan, as a converter that its configurations name.
+"""LinearConverter: a converter for torchtitan's configurations that quantizes linear layers.
 
-Serves torchtitan 0.3. scripts/torchtitan.sh runs tests/adapters/torchtitan and
-tests/integration/test_torchtitan.py beside the package. It may go when torchtitan drops converters
-of configurations, or trains with zerocast.nn.convert on the model that it has built.
+Supports torchtitan 0.3. scripts/torchtitan.sh runs tests/adapters/torchtitan and
+tests/integration/test_torchtitan.py with the package. This adapter can be removed when torchtitan
+drops converters of configurations, or trains with zerocast.nn.convert on a model that it has built.
 
-In a function of torchtitan's config registry, among the ``converters`` of a model registry::
+Usage, in a function of torchtitan's config registry::
 
     from zerocast.adapters.torchtitan import LinearConverter
 
@@ -20,27 +20,27 @@ In a function of torchtitan's config registry, among the ``converters`` of a mod
     )
 
 Each ``Linear.Config`` becomes a :class:`QuantizedLinear.Config`, and the model is built with layers
-of zerocast, which torchtitan initialises, shards and saves as its own. Options have torchtitan's
-names and its meaning if torchtitan has them (:mod:`zerocast.adapters.torchtitan.options`).
+of zerocast, which torchtitan initialises, shards and saves like its linear layers. Options that
+torchtitan has keep their names and meanings (:mod:`zerocast.adapters.torchtitan.options`).
 
 Note: after a step
 ~~~~~~~~~~~~~~~~~~
-After a step of the optimizer one all-reduce can make the scales of all weights ahead. torchtitan
-0.3 calls no converter then, so a program that has the optimizer asks for it::
+After a step of the optimizer, one all-reduce can compute the scales of all weights. torchtitan 0.3
+calls no converter at that point, so a program that has the optimizer calls::
 
     precompute_after_steps(trainer.optimizers)
 
 A configuration has no optimizer. For runs that are described by a configuration alone, the option
 ``precompute_float8_dynamic_scale_for_fsdp`` registers a hook that torch calls after the steps of
-all optimizers of the process, and that leaves out those without such layers.
+all optimizers of the process. The hook ignores optimizers without such layers.
 
 Note: why no region is opened around the model
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-torchtitan's trainer has no :class:`zerocast.autocast`, calls parts of a model separately (the head
-in chunks, inside of the loss), and recomputes activations in the backward, after a region around
-the forward would have ended. So each converted layer opens a separate region. That is right for
-schemes whose scales follow from the tensors at hand. Delayed scaling would reduce amaxes at the end
-of every layer, and recompute with other scales, so it is refused.
+torchtitan's trainer has no :class:`zerocast.autocast`, and calls parts of a model separately (the
+head in chunks, inside of the loss). It recomputes activations in the backward, after a region
+around the forward would have ended. So each converted layer opens a separate region. This works for
+recipes whose scales are computed from the current tensors. Delayed scaling would reduce amaxes at
+the end of every layer, and recompute with other scales, so it is refused.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ class QuantizedLinear(AutocastLinear, Module):
     """torchtitan's ``Linear``, quantized.
 
     Attributes:
-        precomputes: whether the hook of the option makes its scales after a step.
+        precomputes: whether the hook of the option computes its scales after a step.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanLinear.Config):
-        """A layer to be built.
+        """The configuration of a layer.
 
         Attributes:
-            recipe_name: the name of the scheme.
-            name: the layer's, in the model.
+            recipe_name: the name of the recipe.
+            name: the name of the layer in the model.
             gathers_codes: whether FSDP2 gathers the weight in codes.
-            precomputes: whether their scales are made after a step of the optimizer.
-            weights_only: whether products are those of the decoded weight and the input as it is.
+            precomputes: whether scales are computed after a step of the optimizer.
+            weights_only: whether products are of the decoded weight and the unquantized input.
         """
 
         recipe_name: str
@@ -108,7 +108,7 @@ class QuantizedLinear(AutocastLinear, Module):
             self.weight = master_parameter(self.weight, recipe, name=f"{config.name}.weight")
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Split the layer over ranks, as torchtitan does its own.
+        """Split the layer over ranks, as torchtitan splits its linear layers.
 
         Raises:
             UnsupportedError: for a tensor-parallel layer under ``spmd_backend="full_dtensor"``.
@@ -128,8 +128,8 @@ class QuantizedLinear(AutocastLinear, Module):
 
 
 def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None:
-    """Return ``recipe``, for the products of the layer ``fqn``; None, with a line in the log, if it
-    cannot hold the gradient of the output though it can hold the weight.
+    """Return ``recipe`` for the products of the layer ``fqn``; None, and log a line, if it cannot
+    quantize the gradient of the output.
     """
     try:
         recipe.for_role("grad_output").check_shape((1, out_features))
@@ -149,11 +149,11 @@ def product_recipe(recipe: Recipe, fqn: str, out_features: int) -> Recipe | None
 
 
 class LinearConverter(QuantizationConverter):
-    """torchtitan's protocol ``ModelConfigConverter``.
+    """An implementation of torchtitan's protocol ``ModelConfigConverter``.
 
     Raises:
-        InputError: for an unknown ``recipe_name``, or an option that would do nothing.
-        UnsupportedError: for a known ``recipe_name`` that is not served.
+        InputError: for an unknown ``recipe_name``, or an option that would have no effect.
+        UnsupportedError: for a known ``recipe_name`` that is not supported.
 
     Attributes:
         report: the result of :meth:`convert`; None before.
@@ -161,16 +161,16 @@ class LinearConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What to convert, and how.
+        """The options of the converter.
 
         Attributes:
-            recipe_name: one that :func:`recipe_named` takes.
-            enable_fsdp_float8_all_gather: FSDP2 gathers the weights in codes, of whatever scheme.
-            precompute_float8_dynamic_scale_for_fsdp: after a step of the optimizer, one all-reduce
-                makes the scales of all weights; see :func:`precompute_after_steps`.
-            filter_fqns: a layer stays as it is if its name contains any of these;
-                ``"auto_filter_small_kn"`` leaves out those that are too small to gain.
-            weights_only: products are those of decoded weights and inputs as they are.
+            recipe_name: a name that :func:`recipe_named` accepts.
+            enable_fsdp_float8_all_gather: whether FSDP2 gathers weights in codes, of any recipe.
+            precompute_float8_dynamic_scale_for_fsdp: whether one all-reduce after a step of the
+                optimizer computes the scales of all weights; see :func:`precompute_after_steps`.
+            filter_fqns: layers whose names contain any of these are not converted;
+                ``"auto_filter_small_kn"`` excludes layers that are too small to gain.
+            weights_only: whether products are of decoded weights and unquantized inputs.
         """
 
         recipe_name: str = "tensorwise"
@@ -192,8 +192,9 @@ class LinearConverter(QuantizationConverter):
         self._parts_of_names, self._filters_small = read_filter(config.filter_fqns)
 
     def convert(self, model_config: Any) -> Any:
-        """Return the tree ``model_config``, or what takes its place, with linear layers
-        converted.
+        """Return the tree ``model_config``, changed in place, with linear layers converted.
+
+        If its root is a linear layer, return the converted configuration instead.
         """
         if self.config.precompute_float8_dynamic_scale_for_fsdp:
             _precompute_after_steps_of_all()
@@ -223,7 +224,7 @@ class LinearConverter(QuantizationConverter):
         return model_config
 
     def _why_not(self, fqn: str, layer: Any) -> str | None:
-        """Say why this layer stays as it is; None if it is converted."""
+        """Return why this layer is not converted; None if it is converted."""
         for part in self._parts_of_names:
             if part in fqn:
                 return f"its name contains {part!r} of filter_fqns"
@@ -241,20 +242,21 @@ class LinearConverter(QuantizationConverter):
 
 
 def precompute_after_steps(optimizer: torch.optim.Optimizer) -> Any:
-    """Make the scales of all weights that FSDP2 gathers in codes with one all-reduce, after each
-    step of ``optimizer``, torchtitan's ``OptimizersContainer``, and of no other.
+    """Compute scales after each step of ``optimizer``, torchtitan's ``OptimizersContainer``.
+
+    One all-reduce computes the scales of all its weights that FSDP2 gathers in codes.
 
     Returns:
-        a handle, whose ``remove()`` ends it.
+        A handle, whose ``remove()`` unregisters the hook.
     """
     for layer in _layers(getattr(optimizer, "model_parts", ())):
-        layer.precomputes = False  # the hook of the option leaves them to this one
+        layer.precomputes = False  # so that the hook of the option ignores them
     return optimizer.register_step_post_hook(_after_step(lambda layer: layer.low_bit_all_gather))
 
 
 @functools.cache
 def _precompute_after_steps_of_all() -> Any:
-    """Make the scales of layers whose option asks for it, after the steps of all optimizers."""
+    """Register a hook for all optimizers that computes the scales of layers with the option."""
     return register_optimizer_step_post_hook(_after_step(lambda layer: layer.precomputes))
 
 
@@ -264,7 +266,7 @@ def _layers(model_parts: Any) -> Iterator[QuantizedLinear]:
 
 
 def _after_step(is_wanted: Any) -> Any:
-    """Return a hook that precomputes the parts of a model with layers for which ``is_wanted``."""
+    """Return a hook that computes scales in parts of a model with a layer that ``is_wanted``."""
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for part in getattr(optimizer, "model_parts", ()):

@@ -1,4 +1,4 @@
-"""Translates torchtitan's options: the scheme of each name, and the options that are refused."""
+"""Translates torchtitan's options: the recipe of each name, and the options that are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POWER_OF_2 = QParams(power_2_scale=True)
 
 TORCHTITAN_RECIPES: dict[str, Recipe] = {
     "tensorwise": Float8CurrentScaling(),
-    # torchao, whose schemes these are, rounds the scales of this one to powers of two.
+    # These are recipes of torchao, which rounds the scales of this one to powers of two.
     "rowwise": Float8RowwiseScaling(
         fp8_quant_fwd_inp=_POWER_OF_2,
         fp8_quant_fwd_weight=_POWER_OF_2,
@@ -26,8 +26,8 @@ TORCHTITAN_RECIPES: dict[str, Recipe] = {
     "mxfp8_cublas_rceil": MXFP8BlockScaling(),
     "mxfp8_rceil": MXFP8BlockScaling(),
 }
-"""torchtitan's own names. "rowwise" is the one that is also a name of ``zerocast.recipes.RECIPES``,
-and means what torchtitan's users know."""
+"""Recipes by torchtitan's names. Only "rowwise" is also in ``zerocast.recipes.RECIPES``; here it
+has the meaning that it has in torchtitan."""
 
 _MIXED = "it computes the gradient of the weight from operands in high precision"
 _REFUSED = {
@@ -41,11 +41,11 @@ _REFUSED = {
 
 
 def recipe_named(name: str) -> Recipe:
-    """Return the scheme of this ``recipe_name``: torchtitan's own, or else zerocast's short ones.
+    """Return the recipe of a ``recipe_name``: a name of torchtitan, else a short name of zerocast.
 
     Raises:
-        UnsupportedError: for one that is known and not served.
-        InputError: for an unknown one.
+        UnsupportedError: for a known name that is not supported.
+        InputError: for an unknown name.
     """
     if name in _REFUSED:
         raise UnsupportedError(f"recipe_name={name!r} is not served here: {_REFUSED[name]}.")
@@ -62,7 +62,7 @@ def check_combination(*, gathers_codes: bool, precomputes: bool, weights_only: b
         weights_only: ``weights_only``.
 
     Raises:
-        InputError: for an option that would do nothing.
+        InputError: for an option that would have no effect.
     """
     if precomputes and not gathers_codes:
         raise InputError(

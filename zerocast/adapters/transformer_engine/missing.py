@@ -1,10 +1,9 @@
-"""Refuses the names of TransformerEngine that are not here.
+"""Raises errors for names of TransformerEngine that this package does not have.
 
-An attribute that is missing is an AttributeError, so that ``hasattr`` says False, and an import
-that fails an ImportError, so that code which looks whether something is there goes on without it.
-Both name the page that says what to use instead. Python makes its own text for ``from module import
-name``, but first looks for a module of that name: :class:`_LastFinder` stands behind all finders
-and answers then.
+A missing attribute raises an AttributeError, so that ``hasattr`` returns False. A failed import
+raises an ImportError, so that code with a fallback uses it. Both messages name the page that says
+what to use instead. For ``from module import name`` Python raises its standard message, but first
+looks for a module of that name: :class:`_LastFinder`, the last of all finders, raises then.
 """
 
 import sys
@@ -18,15 +17,15 @@ _PREFIX = "zerocast.adapters."
 
 
 class MissingNameError(UnsupportedError, AttributeError):
-    """A name of TransformerEngine's that zerocast does not have; the text says where to look."""
+    """The error for a name of TransformerEngine that zerocast lacks; it says where to look."""
 
 
 class MissingImportError(UnsupportedError, ImportError):
-    """:class:`MissingNameError` for a name that was imported."""
+    """The error for an import of such a name."""
 
 
 def _text(path: str) -> str:
-    """Return what is said of the dotted ``path``."""
+    """Return the message for the dotted ``path``."""
     return (
         f"zerocast.adapters.transformer_engine has no {path.removeprefix(_PREFIX)}; "
         '"Names that are not here" in docs/TRANSFORMER_ENGINE.md says what to use instead.'
@@ -34,8 +33,9 @@ def _text(path: str) -> str:
 
 
 def refuse_missing(package: str) -> None:
-    """Give each module of ``package`` that is loaded a ``__getattr__`` which refuses; let Python
-    ask finders for what it lacks.
+    """Add a ``__getattr__`` that raises to each loaded module of ``package``.
+
+    Also add a ``__path__``, so that Python asks finders for its submodules.
     """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}."):
@@ -48,7 +48,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 class _LastFinder:
-    """The finder of modules that no other finder found; it refuses them."""
+    """A finder that raises for modules of this package that no other finder has found."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> None:

@@ -1,8 +1,8 @@
-"""Conformance: a ruler for formats, block scales and partitions, and a runner that applies it.
+"""Conformance: tests formats, block scales and partitions of any implementation.
 
-:func:`packs` makes documents of inputs and of the bytes that they must become, out of
-docs/NUMERICS.md; :func:`score` measures a :class:`Package` by them, byte by byte, and says by
-recomputing why bytes are others. ``python -m zerocast conform`` is both on the command line.
+:func:`packs` makes test cases of inputs and required bytes, from docs/NUMERICS.md. :func:`score`
+compares a :class:`Package` with them byte by byte, and finds out by recomputation why bytes differ.
+``python -m zerocast conform`` runs both.
 """
 
 from zerocast.lab.conformance.case_packs import Case, Pack, packs, write_packs

@@ -1,13 +1,13 @@
-"""Packs: inputs, and the bytes that they must become, by which any implementation is measured.
+"""Packs: inputs and required bytes, with which any implementation is compared.
 
-A pack is made from docs/NUMERICS.md alone, by zerocast's reference backend, and depends on no
-package, machine or generator of random numbers of a library: the same code writes the same bytes.
-There is one of each level and format or dialect:
+A pack is made from docs/NUMERICS.md alone, by zerocast's reference backend. It does not depend on
+other packages, the machine or a library's random numbers: the same code writes the same bytes.
+There is one for each level and format or dialect:
 
     values      every BF16 value, and every tie and its neighbours in FP32, as codes; codes decoded
-    blocks      weights of a few blocks, whose amaxes lie at the edges of the scale's formula
+    blocks      weights of a few blocks, whose amaxes are at the edges of the scale's formula
     tensors     weights of awkward shapes, with zeros of both signs, as a checkpoint holds them
-    partitions  such a weight, cut over ranks: what is gathered must be the bytes of the whole
+    partitions  such a weight, sharded over ranks: the gathered bytes must be those of the whole
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from zerocast.numerics import (
 
 SECTIONS = {Float8Numerics: 4, MXNumerics: 6, NVFP4Numerics: 7}
 DECODED = "decoded"
-"""The case of values that has codes as its input."""
+"""The name of the case of level values whose input is codes."""
 
-# Amaxes of the blocks of one weight, as bits of BF16. 448 = 1.75 * 2^8 and 6 = 1.5 * 2^2 are where
-# scales change, so are the numbers beside them; 0x40 is 2^-127, and 0x7F7F the largest.
+# Amaxes of the blocks of one weight, as BF16 bits. Scales change at the mantissas of 448 = 1.75 *
+# 2^8 and 6 = 1.5 * 2^2, so these and their neighbours occur. 0x40 is 2^-127, 0x7F7F the largest.
 AMAXES = {
     "near": (0x3F80, 0x3F81, 0x3FBF, 0x3FC0, 0x3FC1, 0x3FDF, 0x3FE0, 0x3FE1, 0x3FFF, 0x4000),
     "far": (0x0000, 0x3F80, 0x3C80, 0x3B92, 0x3A33, 0x3851, 0x3500, 0x2F13, 0x40A4, 0x4300),
@@ -56,8 +56,8 @@ def _bits(*values: float) -> tuple[int, ...]:
     return tuple(in_bf16.view(torch.int16).tolist())
 
 
-# By NVFP4, under the first amax: the scales of the others are half-way between two values of E4M3,
-# 17/16 to 31/16 of a power of two; or are 8/8 to 15/8 by any formula, so that codes have ties.
+# For NVFP4, with the first amax as tensor amax: the other scales are half-way between two values of
+# E4M3, 17/16 to 31/16 of a power of two; or are 8/8 to 15/8 by any formula, and codes have ties.
 AMAXES_OF_NVFP4 = {
     f"ties of scales, {m}": _bits(
         448 * m, *(m * tie * power for power in (2, 0.125) for tie in range(17, 32, 2))
@@ -66,7 +66,7 @@ AMAXES_OF_NVFP4 = {
 } | {"ties of codes": _bits(2688, *(6 * eighths / 8 for eighths in range(8, 16)))}
 
 SHAPES = ((1, 32), (33, 160), (130, 96), (128, 256))
-# Of the second: inside of rows, blocks and bytes, where one rank owns nothing; and by rows.
+# Cuts of the second shape: inside of rows, blocks and bytes, one rank owning nothing; by rows.
 CUTS = {
     "3 ranks": (0, 1767, 3527, 5280),
     "7 ranks": (0, 761, 1515, 2269, 3024, 3778, 3778, 5280),
@@ -76,13 +76,13 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One input, and what it must become.
+    """One input, and its required result.
 
     Attributes:
-        name: of the case, within its pack.
-        input: of values FP32 or BF16 [n], or uint8 codes [n] to be decoded; else BF16 [M, K].
-        expected: by name: codes uint8 [n], or values FP32 [n]; else the tensors of the dialect.
-        cuts: where the shards of ranks begin, and the end, as flat indices; of partitions.
+        name: the name of the case within its pack.
+        input: for values, FP32 or BF16 [n], or uint8 codes [n] to decode; else BF16 [M, K].
+        expected: by name, uint8 codes [n] or FP32 values [n]; else the tensors of the dialect.
+        cuts: for partitions, the flat indices where the shards of ranks begin, and the end.
     """
 
     name: str
@@ -98,7 +98,8 @@ class Pack:
     Attributes:
         level: values, blocks, tensors or partitions.
         subject: the name of an element format, or of a dialect of :mod:`zerocast.export`.
-        formula: how inputs become bytes, in words.
+        formula: the section of docs/NUMERICS.md with the formula, in words.
+        cases: the cases.
     """
 
     level: str
@@ -108,11 +109,11 @@ class Pack:
 
     @property
     def file(self) -> str:
-        """The name of its file."""
+        """The name of the pack's file."""
         return f"{self.level}-{self.subject.replace('/', '-')}.json"
 
     def text(self) -> str:
-        """Return the document, of which there is one form: bytes in hexadecimal, row-major and
+        """Return the pack as JSON in a canonical form; bytes are hexadecimal, row-major and
         little-endian.
         """
         cases = [{key: value for key, value in vars(case).items() if key != "cuts" or value}
@@ -138,11 +139,10 @@ def packs() -> list[Pack]:
 
 
 def write_packs(directory: Path, made: Iterable[Pack]) -> int:
-    """Write ``made`` to files of a directory, and SHA256SUMS beside them, which ``sha256sum -c``
-    reads; return how many.
+    """Write packs, and SHA256SUMS for ``sha256sum -c``, to a directory; return the number of packs.
 
     Raises:
-        FileExistsError: for a file that is there already.
+        FileExistsError: if a file already exists.
     """
     directory.mkdir(parents=True, exist_ok=True)
     sums = []
@@ -167,13 +167,13 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(subject: str, shape: Sequence[int]) -> BlockGrid:
-    """Return those of a weight of ``shape``, [M, K], under a dialect."""
+    """Return the blocks of a weight of ``shape``, [M, K], in the dialect ``subject``."""
     return DIALECTS[subject].recipe.planes(shape, columnwise=False)[0].grid
 
 
 def differing(given: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return which bytes of ``expected`` are others in ``given``: bool [bytes]; all where these are
-    more or fewer. Of values, one NaN is as good as another.
+    """Return which bytes of ``expected`` differ in ``given``, bool [bytes]; all if sizes differ.
+    All FP32 NaNs count as equal.
     """
     if given.dtype == expected.dtype == torch.float32 and given.shape == expected.shape:
         given = torch.where(given.isnan() & expected.isnan(), expected, given)
@@ -209,12 +209,12 @@ def _value_cases(name: str) -> list[Case]:
 
 @cache
 def _draws(numel: int, seed: int) -> torch.Tensor:
-    """[numel] int64 of 16 random bits: those of docs/NUMERICS.md, section 7, at step 1."""
+    """Return int64 [numel] of 16 random bits: those of docs/NUMERICS.md, section 7, at step 1."""
     return element_draws(_count(numel), seed, 0, 1)
 
 
 def _count(end: int) -> torch.Tensor:
-    """The numbers below ``end``."""
+    """Return int64 [end] of the numbers below ``end``."""
     return torch.arange(end, dtype=torch.int64, device="cpu")
 
 
@@ -223,10 +223,11 @@ def _bf16(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _block(height: int, width: int, amax: int, seed: int) -> torch.Tensor:
-    """[height, width] BF16 of the amax whose bits are ``amax``, which stands in one place. Of four
-    elements one is any value down to 2^-8 of it; the others are multiples of 1/32 of its power of
-    two, 1/24 or 1/28 of itself: half-way between two codes where the scale is a power of two,
-    amax / 6 or amax / 448.
+    """Return BF16 [height, width] whose amax has the bits ``amax``, and is one of the elements.
+
+    One in four elements is any value down to 2^-8 of the amax. The others are multiples of 1/32 of
+    its power of two, or of 1/24 or 1/28 of the amax. These are half-way between two codes if the
+    scale is a power of two, amax / 6 or amax / 448.
     """
     draws = _draws(height * width, seed)
     largest, power = (_bf16(_count(1)[0] + bits).double() for bits in (amax, amax & 0x7F80))
@@ -259,7 +260,7 @@ def _tensor_cases(dialect: Dialect) -> list[Case]:
     cases = []
     for seed, (rows, cols) in enumerate(SHAPES):
         draws = _draws(rows * cols, seed).view(rows, cols)
-        # From 2^-19 to 2^4, ascending by rows, and spread over 2^8 within one.
+        # From 2^-19 to 2^4, ascending by rows, and spread over 2^8 within a row.
         exponents = 108 + _count(rows)[:, None] * 16 // rows + (draws >> 8) % 8
         weight = _bf16((draws & 0x807F) | exponents << 7)
         weight[rows // 2] *= int(rows == 1)  # zeros of both signs

@@ -1,9 +1,9 @@
-"""Causes: why the bytes of a package are others, found by doing as it does.
+"""Causes: why the bytes of a package differ, found by reproducing them.
 
-The formulas of docs/NUMERICS.md are stated once more, in plain torch, with the changes that
-implementations make to them. A difference has causes where the formula with some of the changes
-gives every byte of the package, in all cases of a pack, and does so with none of them left out.
-Otherwise it is unexplained.
+The formulas of docs/NUMERICS.md are implemented again in plain torch, with changes that other
+implementations make to them. A set of changes explains a difference if the changed formula gives
+every byte of the package in all cases of a pack. Each change in the set must be necessary for that.
+If there is no such set, the difference is unexplained.
 """
 
 from __future__ import annotations
@@ -38,21 +38,26 @@ TINY = 2.0**-126
 
 
 class FormulaChanges:
-    """The changes of a formula that are ``made``, in words, and all that it knows: those that it
-    has asked for, in order.
+    """The changes that are made to a formula, in words.
+
+    A formula calls this with each change that it knows, which records the change.
+
+    Attributes:
+        made: the changes that are made.
+        known: those, and the changes that the formula has asked for, in order.
     """
 
     def __init__(self, *made: str) -> None:
         self.made, self.known = made, dict.fromkeys(made)
 
     def __call__(self, change: str) -> bool:
-        """Whether it is made."""
+        """Return whether ``change`` is made, and record that the formula knows it."""
         self.known[change] = None
         return change in self.made
 
 
 def changes_of(subject: str) -> list[str]:
-    """Return the changes that are known of the formula of a format or a dialect."""
+    """Return the known changes to the formula of a format or a dialect."""
     changes = FormulaChanges()
     values = torch.zeros(1, 32, dtype=torch.float32, device="cpu")
     restated(subject, values, changes)
@@ -60,12 +65,12 @@ def changes_of(subject: str) -> list[str]:
 
 
 def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int] | None:
-    """Return what explains every byte that a package gave, and of each how many bytes would be
-    others without it; None where nothing does.
+    """Return the changes that explain every byte of a package, with the number of bytes that would
+    differ without each; None if no changes do.
 
     Args:
-        pack: of values to encode, or of weights.
-        given: what the package made of cases, by their names: codes; or the tensors of the dialect,
+        pack: a pack of values to encode, or of weights.
+        given: by the name of each case, the package's results: codes, or the tensors of the dialect
             in its order.
     """
     inputs = {case.name: case.input.float() for case in pack.cases}
@@ -89,9 +94,10 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
 
 
 def restated(subject: str, x: torch.Tensor, does: FormulaChanges) -> Restated:
-    """Return what ``x``, FP32, becomes by the formula of a format or a dialect with changes: codes;
-    of a weight [M, K] also scales, and of NVFP4 the tensor scale. The bytes are those that are
-    stored; shapes and dtypes may be others.
+    """Return the result of the changed formula of a format or a dialect for ``x``, FP32.
+
+    It consists of codes, for a weight [M, K] also scales, and for NVFP4 the tensor scale. The bytes
+    are those that are stored; shapes and dtypes may differ.
     """
     if subject not in DIALECTS:
         return (_values(subject, x, does),)
@@ -101,22 +107,22 @@ def restated(subject: str, x: torch.Tensor, does: FormulaChanges) -> Restated:
 
 
 def block_amaxes(x: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-    """Return those of ``x``, [M, K]: [blocks_h, blocks_w]."""
+    """Return the block amaxes of ``x``, [M, K], as [blocks_h, blocks_w]."""
     blocks = grid.block_h, grid.block_w
     return torch.nn.functional.max_pool2d(x.abs()[None], blocks, ceil_mode=True)[0]
 
 
 def _values(name: str, x: torch.Tensor, does: FormulaChanges) -> torch.Tensor:
-    """The codes, uint8, of ``x``, FP32, in the format called ``name``."""
+    """Return the uint8 codes of ``x``, FP32, in the format ``name``."""
     if (fmt := ELEMENT_FORMATS.get(name)) is None:
         codes, bits = encode_e8m0(x).int(), x.view(torch.int32)
         if does("its scales are rounded to the nearest power of two, ties up"):
-            nearest = (bits.long() + 2**22 >> 23).clamp(max=255)  # up from above 2^-127
+            nearest = (bits.long() + 2**22 >> 23).clamp(max=255)  # subnormal: 1 above 2^-127
             codes = torch.where(bits < 2**23, bits > 2**22, nearest)
         return torch.where(x == 0, 255 * does("its scale of 0 is NaN"), codes).to(torch.uint8)
     codes, sign = encode(x, fmt).int(), x.signbit().int() << fmt.bits - 1
     if does("beyond its range it has infinity, or NaN where the format has none"):
-        # From where the code after the largest would be nearer, or even.
+        # Where the code after the largest would be nearer, or as near and even.
         end = fmt.max + math.ldexp(0.5, fmt.max_exponent - fmt.mantissa_bits)
         beyond = (x.abs() > end) | ((x.abs() == end) & (fmt.max_code % 2 == 1))
         codes = torch.where(beyond, fmt.max_code + 1 | sign, codes)
@@ -218,7 +224,7 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
 def _float4_codes(
     scaled: torch.Tensor, does: FormulaChanges, ties_down: bool = False
 ) -> torch.Tensor:
-    # The float next to a tie, towards zero, has the lower of its codes.
+    # The next float towards zero from a tie rounds to the lower of the two codes.
     below = torch.nextafter(scaled, torch.zeros_like(scaled))
     codes = encode(below if ties_down else scaled, E2M1)
     for change, zero in ("it writes -0 for 0", 8), ("it writes 0 for -0", 0):
@@ -232,7 +238,7 @@ BITS_OF_NAN = "it rounds the bits of a NaN to 4 bits as those of a number"
 
 
 def _bits_of_nan(x: torch.Tensor) -> torch.Tensor:
-    """The codes of E2M1 that the bits of a NaN become, rounded as if it were a number."""
+    """Return the E2M1 codes of NaNs whose bits are rounded like those of a number."""
     bits = x.view(torch.int32) & 0x7FFFFFFF
     rounded = bits - (126 << 23) + 0x1FFFFF + (bits >> 22 & 1)
     return (rounded >> 22 & 7) | x.signbit().int() << 3

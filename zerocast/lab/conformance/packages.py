@@ -1,7 +1,7 @@
-"""Packages: what installed packages make of the inputs of packs, by their own functions.
+"""Packages: the functions of installed packages that are applied to the inputs of packs.
 
-Each is a table of calls; nothing of a package is replaced. Where one has the formula of a dialect
-but not its names, its tensors are given the names of the dialect here.
+Each is a table of calls; nothing in a package is replaced. If a package has the formula of a
+dialect but not its names, its tensors get the names of the dialect here.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Calls = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An implementation, as packs measure it.
+    """An implementation that is compared with packs.
 
     Attributes:
-        name: what it is called; of a distribution, whose version is reported.
-        encodes: by the name of a format: FP32 values [n] -> their codes [n], uint8.
-        decodes: by the name of a format: codes [n], uint8 -> their values [n], FP32.
-        writes: by the name of a dialect: a weight [M, K], FP32 whose values BF16 holds, -> the
-            tensors of the dialect, by name, or a tuple in its order. It raises for what the package
-            does not quantize.
-        gathers: by the name of a dialect: such a weight, and where the shards of ranks begin and
-            the last ends, as flat indices -> what each rank holds in the end.
+        name: its name; if it is a distribution, its version is reported.
+        encodes: by the name of a format, a function: FP32 values [n] -> uint8 codes [n].
+        decodes: by the name of a format, a function: uint8 codes [n] -> FP32 values [n].
+        writes: by the name of a dialect, a function: a weight [M, K], FP32 with values of BF16 ->
+            the tensors of the dialect by name, or a tuple in its order. It raises for weights that
+            the package does not quantize.
+        gathers: by the name of a dialect, a function: such a weight, and the flat indices where the
+            shards of ranks begin and the last ends -> the gathered tensors of each rank.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Package:
 
     @property
     def title(self) -> str:
-        """Its name and version."""
+        """The name, and the version if there is one."""
         try:
             return f"{self.name} {version(self.name)}"
         except PackageNotFoundError:
@@ -57,11 +57,11 @@ class Package:
 
 
 def package_of(name: str) -> Package:
-    """Return the package called ``name``: one of :data:`PACKAGES`, or a :class:`Package` of your
-    own, ``module:attribute``.
+    """Return the package ``name``: one of :data:`PACKAGES`, or your :class:`Package`,
+    ``module:attribute``.
 
     Raises:
-        InputError: where there is none, or it is not installed.
+        InputError: if there is no such package, or it is not installed.
     """
     if name not in PACKAGES and ":" not in name:
         known = ", ".join(PACKAGES)
@@ -78,7 +78,7 @@ def package_of(name: str) -> Package:
 
 
 def _each(call: Callable[..., Any], first: Mapping[str, Any]) -> Calls:
-    """``call`` by the names of what it is given first."""
+    """Return ``call`` with its first argument bound to each value, by name."""
     return {name: partial(call, each) for name, each in first.items()}
 
 
@@ -132,7 +132,7 @@ def _compressed_tensors() -> Package:
         scheme = config.config_groups["group_0"]
         if dialect.tensor_scale is not None:
             state["weight_global_scale"] = generate_gparam(x.amin(), x.amax())
-        # What its users' observers give; scales are symmetric, so the largest magnitude is enough.
+        # Observers of its users give minima and maxima; scales are symmetric, so amaxes suffice.
         amax = block_amaxes(x, blocks_of(dialect.name, x.shape))
         state["weight_scale"], _ = calculate_qparams(
             -amax, amax, scheme.weights, state.get("weight_global_scale")
@@ -211,4 +211,4 @@ PACKAGES: Mapping[str, Callable[[], Package]] = {
     "compressed-tensors": _compressed_tensors, "transformers": _transformers,
     "torchao": _torchao, "nvidia-modelopt": _modelopt,
 }  # fmt: skip
-"""What makes each package that is known, where it is installed."""
+"""Functions by name that make the known packages, if these are installed."""

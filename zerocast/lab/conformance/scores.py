@@ -1,4 +1,4 @@
-"""Scores: how many bytes of a pack a package gives, which are others, and why."""
+"""Scores: how many bytes of a pack a package gets right, which differ, and why."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zerocast.lab.conformance.packages import Package
 
 @dataclass(frozen=True)
 class Score:
-    """What became of one pack.
+    """The result of a package for one pack.
 
     Attributes:
         level, subject: those of the pack.
-        compared: bytes; of partitions those of all ranks.
-        different: how many of them are not those of the pack.
-        first: the first of these: its case, tensor and place, and both values.
-        causes: what explains all of them, and of each how many bytes would be others without it;
-            None where nothing does.
-        refused: by the names of cases that the package does not quantize, what it says.
+        compared: the number of compared bytes; for partitions on all ranks.
+        different: the number of bytes that differ from the pack.
+        first: the first difference: its case, tensor and place, and both values.
+        causes: the changes that explain all differences, with the number of bytes that would differ
+            without each; None if no changes do.
+        refused: by the names of cases that the package does not quantize, its error.
     """
 
     level: str
@@ -36,7 +36,7 @@ class Score:
 
 
 def score(package: Package, packs: Iterable[Pack]) -> list[Score]:
-    """Measure ``package`` by those of ``packs`` for which it offers something."""
+    """Return the scores of ``package`` for those of ``packs`` that it has functions for."""
     with torch.device("cpu"):
         return [found for pack in packs if (found := _score(package, pack)) is not None]
 
@@ -68,8 +68,8 @@ def _score(package: Package, pack: Pack) -> Score | None:
 
 
 def _made(package: Package, pack: Pack, case: Case) -> list[list[torch.Tensor]]:
-    """What the package makes of a case: on each rank the tensors that are expected; nothing where
-    it offers nothing for such.
+    """Return the package's results for a case: for each rank, the expected tensors; an empty list
+    if the package has no function for it.
     """
     values = package.decodes if case.name == DECODED else package.encodes
     tables = {"values": values, "partitions": package.gathers}
@@ -77,7 +77,7 @@ def _made(package: Package, pack: Pack, case: Case) -> list[list[torch.Tensor]]:
     if pack.subject not in table:
         return []
     dtype = torch.uint8 if case.name == DECODED else torch.float32
-    given = case.input.to(dtype, copy=True)  # which the package may write to
+    given = case.input.to(dtype, copy=True)  # the package may write to it
     made = table[pack.subject](given, *([case.cuts] if case.cuts else []))
     ranks = made if pack.level == "partitions" else [(made,) if pack.level == "values" else made]
     named = (dict(zip(case.expected, held, strict=True)) if isinstance(held, tuple) else held

@@ -1,10 +1,10 @@
-"""Computes what a training step costs, without running it: bytes, collectives, launches, memory,
-seconds.
+"""Computes the bytes, collectives, launches, memory and seconds of a training step without running
+it.
 
-:func:`estimate` takes a model on the meta device and makes of it the objects that train, for one
-rank of as many as are asked for: :mod:`zerocast.lab.costs.dry_run` says how. So bytes and counts
-are those of :class:`zerocast.optim.ZeroOptimizer`, to the byte. Seconds are a model, fitted to a
-machine by :func:`fit`, or taken from its data sheet (:data:`MACHINES`).
+:func:`estimate` takes a model on the meta device and makes the objects that train it, for one of
+any number of ranks (:mod:`zerocast.lab.costs.dry_run`). So bytes and counts are exactly those of
+:class:`zerocast.optim.ZeroOptimizer`. Seconds come from a model, fitted to a machine by
+:func:`fit`, or taken from its data sheet (:data:`MACHINES`).
 """
 
 from zerocast.lab.costs.counted_launches import Work

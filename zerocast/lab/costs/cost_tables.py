@@ -1,4 +1,4 @@
-"""Estimates as tables, in Markdown, which terminals show as well; and as what JSON can hold."""
+"""Estimates as Markdown tables, also readable in a terminal, and as JSON values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zerocast.lab.costs.estimation import Estimate
 from zerocast.lab.costs.machine import Machine
 
 Estimates = Mapping[str, Estimate]
-"""Results by the name of what is compared."""
+"""Estimates by the name of the configuration."""
 
 
 def tables(estimates: Estimates, machine: Machine) -> str:
-    """Return the tables of some estimates of one model on as many ranks.
+    """Return tables that compare estimates of one model on the same number of ranks.
 
     Bytes are exact; seconds are those of ``machine``.
     """
@@ -41,7 +41,7 @@ def _table(
     *,
     total: bool = True,
 ) -> str:
-    """Return a column each, in rows by what any of them names and is not 0."""
+    """Return a table with ``columns``, and a row for each name that is not 0 in all of them."""
     names = _in_order(columns.values())
     rows = [[name, *(show(each.get(name, 0)) for each in columns.values())] for name in names]
     if total:
@@ -50,9 +50,7 @@ def _table(
 
 
 def _in_order(columns: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all columns, each before those that any column has after it as far as
-    that can be.
-    """
+    """Return the names of all columns, as far as possible in the order of each column."""
     names: list[str] = []
     for column in columns:
         place = 0
@@ -66,7 +64,7 @@ def _in_order(columns: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose columns but the first are aligned to the right."""
+    """Return a Markdown table whose columns, except the first, are right-aligned."""
     widths = [max(3, *(len(row[i]) for row in (head, *rows))) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
@@ -78,7 +76,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(estimates: Estimates, machine: Machine) -> dict[str, Any]:
-    """Return everything that estimates hold as numbers, texts, lists and dicts."""
+    """Return the contents of estimates as JSON values, with their seconds on ``machine``."""
     return {
         name: {
             **vars(each),

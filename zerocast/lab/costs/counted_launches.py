@@ -1,9 +1,8 @@
-"""CountingBackend: counts launches, and the bytes that they would read and write, without computing
-anything.
+"""CountingBackend: counts launches, and the bytes that they would read and write, and computes
+nothing.
 
-It is given the operands of a cast as every backend is, so what it counts is what a backend is asked
-to do: one launch for all weights of a recipe, as our kernels serve them. Bytes are those of the
-operands, each read or written once: what a kernel that misses no cache moves.
+It gets the operands of a cast like every backend, so it counts the launches of a real backend: one
+for all weights of a recipe. Bytes are those of the operands, each read or written once.
 """
 
 from dataclasses import dataclass
@@ -31,14 +30,14 @@ class Work:
 
 
 class CountingBackend(ReferenceBackend):
-    """A backend whose operations of a cast have no effect.
+    """A backend whose cast operations only count.
 
     Args:
-        name: one of :data:`BACKENDS`, which reads masters once or twice.
+        name: one of :data:`BACKENDS`; it determines whether masters are read once or twice.
 
     Attributes:
-        step: the name of the step that launches now.
-        work: the sum of the launches of each step, by its name.
+        step: the name of the current step.
+        work: the sum of the launches of each step, by name.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,7 +57,7 @@ class CountingBackend(ReferenceBackend):
             + _code_bytes(each, numerics, each.whole.size)
             for each in shards
         )
-        # Our kernel leaves what is not whole to partial_amax's.
+        # On CUDA, elements outside of whole blocks take an additional launch of partial_amax.
         kernels = any(each.whole for each in shards) + any(map(_left, shards))
         return self._launch(shards, nbytes, kernels if self.name == "cuda" else 1)
 
@@ -115,12 +114,12 @@ class CountingBackend(ReferenceBackend):
 
 
 def _held(operands: Operands) -> list[TensorOperand]:
-    """Return those of which this rank owns elements."""
+    """Return the operands of which this rank owns elements."""
     return [each for each in operands if each.extent]
 
 
 def _left(operand: TensorOperand) -> int:
-    """Elements that one pass does not measure and cast."""
+    """Return the number of elements that are not measured and cast in one pass."""
     return operand.extent.size - operand.whole.size
 
 

@@ -1,12 +1,10 @@
-"""DryRun: makes a step of ZeroOptimizer as one rank of many, without memory and without other
-ranks.
+"""DryRun: runs a step of ZeroOptimizer as one rank of many, without memory and other ranks.
 
-Nothing is worked out here a second time. The weights are on the meta device, which has shapes and
-no memory. From them the objects are made that make a step: :class:`ShardedWeights`, the rounds of
-gradients, :class:`ShardedCast`. Their collectives run on a :class:`RecordingCommunicator` around a
-rank that is alone, and their launches are those of a backend that counts. So a dry run sends what a
-step sends, call by call, and takes the memory that it takes; the tests compare both with real
-steps.
+It does not reimplement a step. The weights are on the meta device, which has shapes and no memory.
+From them it makes the objects of a real step: :class:`ShardedWeights`, the rounds of gradients,
+:class:`ShardedCast`. Their collectives run on a :class:`RecordingCommunicator` around a single
+rank, and their launches on a backend that counts. So a dry run records the same collectives, call
+by call, and the same memory as a real step; the tests compare both.
 """
 
 from collections import Counter
@@ -40,19 +38,19 @@ SENT = {
     "reduce_amax": "amaxes", "reduce_candidates": "choices", "compute_scale": "votes",
     "all_gather_scales": "scales",
 }  # fmt: skip
-"""What steps send, for those that send one thing."""
+"""The data that a phase sends, for phases that send one kind of data."""
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of :class:`zerocast.optim.ZeroOptimizer`, of the same names, and of its step.
+    """Options of :class:`zerocast.optim.ZeroOptimizer`, with the same names, and of its step.
 
     Attributes:
         optimizer_class: the class whose state is counted.
-        backward_passes: the number of backward passes of a step, each of which sends gradients with
-            ``overlap_grad_reduce``.
-        exchange: as for :class:`zerocast.CastPlan`; ZeroOptimizer's is "boundary".
-        device: "cuda" or "cpu": where the step would run.
+        backward_passes: the number of backward passes per step; with ``overlap_grad_reduce`` each
+            sends gradients.
+        exchange: see :class:`zerocast.CastPlan`; ZeroOptimizer uses "boundary".
+        device: "cuda" or "cpu": the device on which the step would run.
     """
 
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
@@ -67,20 +65,20 @@ class StepOptions:
 
 
 class DryRun:
-    """One step, which the constructor makes.
+    """A dry run of one step, which the constructor runs.
 
     Args:
-        params: names and weights, as ``model.named_parameters()`` gives them of a model on the meta
-            device, quantized ones (:func:`zerocast.nn.convert`) and plain ones.
-        rank, size: which of how many data-parallel ranks.
+        params: names and weights of a model on the meta device, as ``model.named_parameters()``
+            returns them; quantized (:func:`zerocast.nn.convert`) or not.
+        rank, size: the data-parallel rank, and the number of them.
         options: the options of the optimizer.
 
     Attributes:
-        comm: has counted what this rank sends to the others, by what it is.
-        tp_comms: the same for groups of tensor parallelism that record.
-        steps: the names of what a step consists of, in order.
-        work: the launches, and the bytes that they read and write, by these names.
-        memory: bytes that this rank holds, by what they are.
+        comm: the communicator that has recorded the traffic to data-parallel ranks by label.
+        tp_comms: the same for recording groups of tensor parallelism.
+        steps: the names of the phases of the step, in order.
+        work: the launches, and the bytes that they read and write, by phase.
+        memory: the bytes that this rank holds, by kind.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class DryRun:
         self.memory = self._count_memory()
 
     def _make_cast(self) -> ShardedCast:
-        """Return the cast of the weights that hold codes, as a CastPlan has it."""
+        """Return the cast of the weights that hold codes, as in a CastPlan."""
         shards = self._shards
         places = [i for i, weight in enumerate(shards.weights) if weight.kind.is_codes]
         specs = []
@@ -130,7 +128,7 @@ class DryRun:
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
         with use_backend(self._backend):
             return ShardedCast(
-                (),  # what is given here is looked at, where it has memory
+                (),  # only needed for weights that have memory
                 [shards.held.get(i) for i in places],
                 specs,
                 {self.comm: list(range(len(specs)))},
@@ -142,7 +140,7 @@ class DryRun:
     # --- the step ---
 
     def _pipeline(self) -> CastPipeline:
-        """Return what ZeroOptimizer.step does."""
+        """Return the steps of ZeroOptimizer.step."""
         pipeline = CastPipeline()
         if self._cast.specs:
             pipeline = self._cast.pipeline().having(
@@ -158,7 +156,7 @@ class DryRun:
 
     @contextmanager
     def _counted(self, step: str) -> Iterator[None]:
-        """Count the launches of a step, and what it sends to ranks of any kind."""
+        """Count the launches and the traffic of a phase."""
         self._backend.step = step
         with ExitStack() as labels:
             for comm in (self.comm, *self.tp_comms):
@@ -166,19 +164,19 @@ class DryRun:
             yield
 
     def _reduce_gradients(self) -> None:
-        """Send the rounds; with ``overlap_grad_reduce`` all but the last with every backward."""
+        """Send the rounds; with ``overlap_grad_reduce``, all except the last in every backward."""
         passes = self._options.backward_passes if self._options.overlap_grad_reduce else 1
         memory = torch.empty(max(buffer_sizes(self._rounds)), dtype=torch.uint8, device="meta")
         for each in [*self._rounds[:-1] * passes, self._rounds[-1]]:
             each.place(memory)
             each.begin(self.comm)()
-        # Gradients are copied into buffers, and the rows that arrive added to FP32 sums.
+        # Gradients are copied into buffers, and received rows are added to FP32 sums.
         sent = sum(each.nbytes for each in self._rounds)
         summed = 8 * self.comm.size * self._shards.num_columns
         self._count(passes * (self._gradient_bytes() + 2 * sent + summed))
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of all weights' gradients, each in its own dtype."""
+        """Return the bytes of all weights' gradients, in the weights' dtypes."""
         params = [weight.param for weight in self._shards.weights]
         return sum(param.numel() * param.dtype.itemsize for param in params)
 
@@ -210,7 +208,7 @@ class DryRun:
                 bucket.all_gather(self.comm)
 
     def _count(self, nbytes: int) -> None:
-        """Count what no backend is asked for: torch's own operations, without their launches."""
+        """Count the bytes, not the launches, of torch's operations, which no backend counts."""
         self.work[self._backend.step] = Work(0, nbytes)
 
     # --- memory ---
@@ -219,11 +217,11 @@ class DryRun:
         shards, held = self._shards, Counter[str]()
         for bucket in shards.buckets:
             name = "codes" if bucket.kind.is_codes else "plain weights"
-            step = ALIGNMENT if bucket.kind.is_codes else 1  # those lie together
+            step = ALIGNMENT if bucket.kind.is_codes else 1  # codes share one buffer
             held[name] += sum(round_up(flat.nbytes, step) for flat in bucket.flats)
         for spec in self._cast.specs:
             for name, buffer in spec.storage.buffers.items():
-                if name not in spec.storage.gathered:  # those lie in their bucket
+                if name not in spec.storage.gathered:  # gathered ones are in their bucket
                     kind = "codes" if name == "columnwise_data" else "scales"
                     held[kind] += round_up(buffer.nbytes, ALIGNMENT)
         held["masters"] = shards.masters.nbytes
@@ -235,7 +233,8 @@ class DryRun:
         held["gradient buffers"] = sum(buffer_sizes(self._rounds))
         held["gradient buffers"] += self.comm.size * self._tail_bytes
         sizes = [weight.param.numel() * weight.param.itemsize for weight in shards.weights]
-        two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))  # one is taken at the next
+        # With overlap_grad_reduce, a gradient is released when the next one exists.
+        two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
         held["gradients"] = two if self._options.overlap_grad_reduce else self._gradient_bytes()
         held["amaxes"] = sum(each.nbytes for each in self._cast.exchange.tensors)
         held["scales in travel"] = sum(each.nbytes for each in self._cast.prepared.gathered_scales)

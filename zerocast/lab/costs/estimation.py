@@ -19,22 +19,21 @@ PHASE_OF = {
     **{sent: step for step, sent in SENT.items()},
     "votes": "optimizer", "codes": "all_gather", "plain weights": "all_gather",
 }  # fmt: skip
-"""The phase of a step that sends what is labelled so."""
+"""The phase of a step by the label of the data that it sends."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step on one rank.
+    """The costs of one step on one rank.
 
     Attributes:
-        dp, tp: data-parallel and tensor-parallel ranks.
-        elements: the number of elements of the weights that a data-parallel rank has.
-        phases: what the step consists of, in order.
-        traffic: the bytes that the rank sends to data-parallel ranks, by what they are and the kind
-            of collective.
+        dp, tp: the numbers of data-parallel and tensor-parallel ranks.
+        elements: the number of elements of the weights of a data-parallel rank.
+        phases: the names of the phases of the step, in order.
+        traffic: the traffic to data-parallel ranks, by label and kind of collective.
         tp_traffic: the same to ranks of tensor parallelism.
         work: the launches, and the bytes that they read and write, by phase.
-        memory: bytes that the rank holds, by what they are.
+        memory: the bytes that the rank holds, by kind.
     """
 
     dp: int
@@ -48,17 +47,17 @@ class Estimate:
 
     @property
     def launches(self) -> int:
-        """Launches of zerocast's kernels, one of each operation and recipe; not those of torch."""
+        """The launches of zerocast's kernels, without those of torch."""
         return sum(work.launches for work in self.work.values())
 
     @property
     def collectives(self) -> int:
-        """Collectives, those of tensor parallelism included."""
+        """The number of collectives, including those of tensor parallelism."""
         return sum(t.calls for of in (self.traffic, self.tp_traffic) for t in of.values())
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes sent, by what they are; to both kinds of ranks."""
+        """The bytes sent to data-parallel and tensor-parallel ranks, by label."""
         found: dict[str, int] = {}
         for of in (self.traffic, self.tp_traffic):
             for (label, _), traffic in of.items():
@@ -66,11 +65,11 @@ class Estimate:
         return found
 
     def phase_bytes(self, phase: str) -> int:
-        """Return what the work of a phase reads and writes; of a phase that does none 0."""
+        """Return the bytes that the work of a phase reads and writes; 0 if it has no work."""
         return self.work[phase].nbytes if phase in self.work else 0
 
     def seconds(self, machine: Machine) -> dict[str, float]:
-        """Return the seconds of every phase on ``machine``; see "Note: the model of time" in
+        """Return the seconds of each phase on ``machine``; see "Note: the model of time" in
         :mod:`zerocast.lab.costs.machine`.
         """
         return {
@@ -94,9 +93,8 @@ def estimate(
         params: names and weights on the meta device, such as ``model.named_parameters()`` after
             :func:`zerocast.nn.convert`.
         dp: the data-parallel ranks, 1 to 2^20.
-        rank: which of them.
-        tp: the number of ranks of tensor parallelism; the weights are the part that one of them
-            has.
+        rank: the rank to estimate.
+        tp: the number of tensor-parallel ranks; ``params`` must be the part of one of them.
         options: the options of the optimizer and its step.
 
     Raises:
@@ -139,13 +137,13 @@ def estimate_model(
     Args:
         model: one of :data:`zerocast.lab.costs.MODELS`, or a ``config.json`` of transformers.
         recipe: the recipe of its linear layers and experts; None leaves all weights BF16.
-        dp, rank, options: as for :func:`estimate`.
-        tp: the ranks of tensor parallelism, of which the first one is estimated.
+        dp, rank, options: see :func:`estimate`.
+        tp: the number of tensor-parallel ranks, of which the first one is estimated.
         filter_fqns: the layers that stay BF16, as for :func:`zerocast.nn.convert`.
 
     Raises:
-        InputError: for a wrong argument, or a model or shard that the recipe cannot hold.
-        BackendError: where a ``config.json`` is given and transformers is not installed.
+        InputError: for a wrong argument, or a model or shard that the recipe cannot quantize.
+        BackendError: if a ``config.json`` is given and transformers is not installed.
     """
     check_integer("tp", tp, 1, 1 << 20)
     made = model_of(model)
@@ -159,8 +157,9 @@ def estimate_model(
 def compare_gathers(
     model: str | Path, recipe: Recipe | str, dp: int, **options: Any
 ) -> dict[str, Estimate]:
-    """Estimate a step with ``recipe``, and beside it with BF16 weights and with FP8 weights under
-    one scale each; by name. The arguments are those of :func:`estimate_model`.
+    """Estimate a step with ``recipe``, with BF16 weights, and with FP8 weights with one scale each.
+
+    The arguments are those of :func:`estimate_model`; the result is by name of the configuration.
     """
     name = recipe if isinstance(recipe, str) else describe_recipe(recipe)
     recipes: dict[str, Recipe | str | None] = {name: recipe, "BF16": None, "FP8": "current"}

@@ -1,8 +1,8 @@
-"""fit: measures the costs of this machine, and how far the estimate of a step is from its time.
+"""fit: measures the costs of this machine, and the error of the estimate of a step.
 
-Collectives are timed alone, phases in steps of small models, without what their collectives take.
-Each is fitted by the least sum of squared relative errors. Then a step of another model, which no
-fit has seen, is timed and compared with its estimate.
+Collectives are timed alone. Phases are timed in steps of small models, without their collectives.
+Each cost is fitted by the least sum of squared relative errors. Then a step of another model, which
+was not used for fitting, is timed and compared with its estimate.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from zerocast.recipes import as_recipe
 Shapes = Sequence[tuple[int, int]]
 
 FITTED: list[Shapes] = [[(side, side)] * 4 for side in (128, 256, 512, 1024)]
-"""The weights of the models whose steps are fitted."""
+"""The shapes of the weights of the models whose steps are fitted."""
 CHECKED: Shapes = [(384, 384)] * 6 + [(768, 768)] * 2
-"""And of the one that is compared with its estimate."""
+"""The shapes of the weights of the model whose step is compared with its estimate."""
 WARM, TIMED = 2, 7
-"""Steps, or collectives of one size, that are made before any is timed, and that are."""
+"""The numbers of untimed warm-up runs and of timed runs, of steps and of collectives."""
 SIZES = [1 << bits for bits in range(10, 25, 2)]
-"""Bytes of the buffers of timed collectives."""
+"""The sizes of the buffers of timed collectives, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A phase of a step that was not used for fitting, with its time and its estimate.
+    """The time and the estimate of a phase, in a step that was not used for fitting.
 
     Attributes:
         phase: the name of the phase.
-        measured, estimated: seconds, medians over steps and means over ranks.
+        measured: the seconds, as the mean over ranks of medians over steps.
+        estimated: the seconds of the estimate.
     """
 
     phase: str
@@ -53,15 +54,15 @@ class Check:
 def fit(comm: Communicator, recipe: Recipe | str = "nvfp4") -> tuple[Machine, list[Check]]:
     """Fit the costs of collectives over ``comm`` and of a step's phases on the CPU. Collective.
 
-    It takes some seconds; what else runs on the machine meanwhile counts as its own cost.
+    It takes some seconds. Other load on the machine makes the measured costs higher.
 
     Args:
         comm: the ranks, two or more for the costs of collectives.
         recipe: the recipe of the weights.
 
     Returns:
-        The machine, and for each phase of a step what was measured and what the machine says; the
-        same on every rank.
+        The machine, and for each phase of a step its measured and its estimated time; the same on
+        every rank.
     """
     recipe = as_recipe(recipe)
     collectives = _fit_collectives(comm) if comm.size > 1 else {}
@@ -83,13 +84,13 @@ def cost_of(points: Sequence[tuple[int, int, float]]) -> Cost:
     """Return the cost with the least sum of squared relative errors.
 
     Args:
-        points: messages or phases, bytes, and the seconds that these took together.
+        points: tuples of the number of messages or phases, their bytes, and their seconds.
     """
     table = torch.tensor(points, dtype=torch.float64, device="cpu").clamp(min=1e-12)
     fixed, by_byte = (table[:, i] / table[:, 2] for i in (0, 1))
     both = torch.stack([fixed, by_byte], dim=1)
     seconds, per_byte = torch.linalg.lstsq(both, torch.ones_like(fixed).unsqueeze(1)).solution[:, 0]
-    # What comes out below 0 is none, and the other part alone explains the points.
+    # If one part is negative, it is set to zero cost, and the other part alone is fitted.
     if seconds < 0:
         return Cost(0.0, float(by_byte.square().sum() / by_byte.sum()))
     if per_byte <= 0:
@@ -98,7 +99,7 @@ def cost_of(points: Sequence[tuple[int, int, float]]) -> Cost:
 
 
 def _fit_collectives(comm: Communicator) -> dict[str, Cost]:
-    """Return the cost of each kind, on buffers of :data:`SIZES`."""
+    """Return the cost of each kind of collective, on buffers of :data:`SIZES`. Collective."""
     points: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
     for nbytes in SIZES:
         buffer = torch.zeros(nbytes // 4 // comm.size * comm.size, dtype=torch.int32, device="cpu")
@@ -120,7 +121,7 @@ def _fit_collectives(comm: Communicator) -> dict[str, Cost]:
 
 
 def _mean_over_ranks(comm: Communicator, seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the medians of the timed ones, averaged over the ranks. Collective."""
+    """Return the medians of the timed runs, averaged over the ranks. Collective."""
     medians = {name: statistics.median(each[WARM:]) for name, each in seconds.items()}
     everyone = comm.all_gather_object(medians)
     return {name: statistics.fmean(each[name] for each in everyone) for name in medians}
@@ -133,7 +134,7 @@ def _estimate(comm: Communicator, shapes: Shapes, recipe: Recipe) -> Estimate:
 
 
 def _measure(comm: Communicator, shapes: Shapes, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Return the seconds of each phase of a step, and of them those outside of collectives."""
+    """Return the seconds of each phase of a step, in total and outside of collectives."""
     recording = RecordingCommunicator(comm)
     params = [
         (f"w{i}", torch.nn.Parameter(empty(shape, recipe, device="cpu")))

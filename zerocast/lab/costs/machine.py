@@ -2,15 +2,16 @@
 
 Note: the model of time
 ~~~~~~~~~~~~~~~~~~~~~~~
-A step is its phases one after another; nothing is hidden behind forward, backward or another
-phase. A collective over D ranks takes the messages that follow each other, each the kind's
-``seconds``, and the bytes that a rank sends, at the kind's ``rate``::
+A step runs its phases one after another, without overlap with forward, backward or other phases.
+The time of a collective over D ranks is its sequential messages times ``seconds`` of its kind, plus
+the bytes that a rank sends, divided by ``rate``. Sequential messages are::
 
     all-reduce       2 ceil(log2 D) messages
     all-gather         ceil(log2 D)
     all-to-all         D - 1
 
-The work of a phase takes ``seconds`` and the bytes that it reads and writes at its ``rate``.
+The work of a phase takes its ``seconds``, plus the bytes that it reads and writes, divided by its
+``rate``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from zerocast.safe_files import printable, read_text
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The seconds of an operation, by the number of bytes that it is given.
+    """The latency and rate of an operation.
 
     Attributes:
-        seconds: a message of a collective, or a phase that moves no byte.
-        rate: bytes a second.
+        seconds: the latency of a message of a collective, or of a phase.
+        rate: bytes per second.
     """
 
     seconds: float
@@ -45,7 +46,7 @@ class Cost:
             )
 
     def of(self, nbytes: int, times: int = 1) -> float:
-        """Return the seconds of ``nbytes`` in so many messages."""
+        """Return the seconds of ``nbytes`` in ``times`` messages."""
         return times * self.seconds + nbytes / self.rate
 
 
@@ -75,19 +76,19 @@ class Machine:
         return cost.of(traffic.sent_bytes, traffic.calls * messages(kind, size))
 
     def phase(self, name: str, nbytes: int) -> float:
-        """Return the seconds of what a phase reads and writes."""
+        """Return the seconds of a phase that reads and writes ``nbytes``."""
         return self.phases.get(name, self.memory).of(nbytes)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the machine as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, name: str | Path) -> Machine:
-        """Return one of :data:`MACHINES`, or what :meth:`save` wrote.
+        """Return one of :data:`MACHINES`, or a machine from a file that :meth:`save` wrote.
 
         Raises:
-            InputError: where there is none.
+            InputError: if ``name`` is neither.
         """
         if str(name) in MACHINES:
             return MACHINES[str(name)]
@@ -110,12 +111,12 @@ class Machine:
 
 
 def _cost(given: Mapping[str, float]) -> Cost:
-    """Return a cost of JSON, in floats: sums of its integers can be too large for one."""
+    """Return a cost from JSON with floats, since sums of large integers may not fit one."""
     return Cost(**{name: number + 0.0 for name, number in given.items()})
 
 
 def messages(kind: str, size: int) -> int:
-    """Return how many messages of a collective follow each other."""
+    """Return the number of sequential messages of a collective."""
     rounds = (size - 1).bit_length()
     return {"all_reduce": 2 * rounds, "all_to_all": size - 1, "reduce_scatter": size - 1}.get(
         kind, rounds

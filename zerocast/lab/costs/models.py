@@ -1,7 +1,7 @@
-"""Makes the models whose steps are estimated, as modules on the meta device, which has no memory.
+"""Makes models whose steps are estimated, as modules on the meta device, which uses no memory.
 
-Named ones are made here, of torch's own layers and without transformers, with the names and shapes
-that transformers gives them; everything else is a ``config.json`` of transformers.
+Named models are made here from torch's layers, without transformers, with the names and shapes that
+transformers gives them. Others are made by transformers from a ``config.json``.
 """
 
 import fnmatch
@@ -35,8 +35,8 @@ class Llama:
 
 @dataclass(frozen=True, slots=True)
 class DeepSeek:
-    """The sizes of a decoder with latent attention, whose layers from :attr:`dense` on have experts
-    in place of an MLP.
+    """The sizes of a decoder with latent attention, whose layers from index :attr:`dense` on have
+    experts instead of an MLP.
     """
 
     hidden: int = 7168
@@ -58,7 +58,7 @@ MODELS: dict[str, Llama | DeepSeek] = {
     "llama-405b": Llama(16384, 126, 53248),
     "deepseek-671b": DeepSeek(),
 }
-"""The sizes that Meta published of Llama 3.1, and DeepSeek of DeepSeek-V3."""
+"""The sizes of Llama 3.1, as published by Meta, and of DeepSeek-V3, as published by DeepSeek."""
 
 TP_PLAN = {
     "lm_head": "colwise",
@@ -71,8 +71,8 @@ TP_PLAN = {
     "model.layers.*.down_proj": "rowwise",
     "model.layers.*.experts.*": "experts",
 }
-"""What tensor parallelism shards of the named models, by patterns of names: what transformers does,
-and the heads of latent attention, which it leaves whole."""
+"""The weights of the named models that tensor parallelism shards, by patterns of names. These are
+those that transformers shards, and the heads of latent attention, which it does not shard."""
 
 
 def model_of(name: str | Path) -> torch.nn.Module:
@@ -83,8 +83,8 @@ def model_of(name: str | Path) -> torch.nn.Module:
             directory that holds one.
 
     Raises:
-        BackendError: for a configuration, where transformers is not installed.
-        InputError: for anything else, or a configuration that transformers does not know.
+        BackendError: for a configuration, if transformers is not installed.
+        InputError: for another name, or a configuration that transformers does not support.
     """
     if str(name) not in MODELS:
         return _of_transformers(Path(name))
@@ -99,7 +99,7 @@ def model_of(name: str | Path) -> torch.nn.Module:
         ),
         lm_head=_linear(sizes.vocabulary, sizes.hidden),
     )
-    model._tp_plan = TP_PLAN  # type: ignore[assignment]  # where transformers has it
+    model._tp_plan = TP_PLAN  # type: ignore[assignment]  # the attribute of transformers' models
     return model
 
 
@@ -206,8 +206,8 @@ def _of_transformers(path: Path) -> torch.nn.Module:
 def quantize_model(
     model: torch.nn.Module, recipe: Recipe | str, filter_fqns: Sequence[str] = ()
 ) -> None:
-    """Let ``model`` hold codes, in place: of its linear layers but those that ``filter_fqns``
-    leaves out (:func:`zerocast.nn.convert`), and of its experts.
+    """Quantize the experts of ``model`` in place, and its linear layers except those that
+    ``filter_fqns`` excludes (:func:`zerocast.nn.convert`).
     """
     experts = {
         name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.dim() > 2
@@ -216,12 +216,14 @@ def quantize_model(
 
 
 def params_of(model: torch.nn.Module, comm: Communicator | None = None) -> Params:
-    """Return the weights of ``model`` that need a gradient, each once; with ``comm`` what this rank
-    of tensor parallelism has of them: rows or columns, and of a stack of experts some.
+    """Return the weights of ``model`` that require a gradient, each once.
+
+    With ``comm``, return this rank's part of them under tensor parallelism: rows or columns, and
+    some matrices of a stack of experts.
 
     Raises:
-        InputError: where the model has no plan of tensor parallelism, a stack cannot be divided, or
-            a shard would end inside a block.
+        InputError: if the model has no plan of tensor parallelism, a stack cannot be divided
+            evenly, or a shard would end inside a block.
     """
     params: Params = [(n, weight) for n, weight in model.named_parameters() if weight.requires_grad]
     if comm is None or comm.size == 1:
@@ -238,7 +240,7 @@ def params_of(model: torch.nn.Module, comm: Communicator | None = None) -> Param
 def _tp_part(
     name: str, weight: torch.Tensor, plan: dict[str, str], comm: Communicator
 ) -> torch.Tensor:
-    """Return what this rank of ``comm`` has of a weight, whole where ``plan`` does not name it."""
+    """Return the part of a weight of this rank of ``comm``; all if ``plan`` does not match it."""
     names = name, name.removesuffix(".weight")
     styles = [s for pattern, s in plan.items() for n in names if fnmatch.fnmatchcase(n, pattern)]
     if not styles:

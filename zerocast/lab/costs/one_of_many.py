@@ -1,4 +1,4 @@
-"""OneOfMany: one rank of a group whose other ranks do not exist."""
+"""OneOfMany: a communicator of one rank of a group whose other ranks do not exist."""
 
 import math
 from collections.abc import Callable
@@ -10,15 +10,17 @@ from zerocast.comm import Communicator
 
 
 class OneOfMany(Communicator):
-    """Rank ``rank`` of ``size``, which sends nothing: its collectives return at once and leave
-    their buffers as they are. For buffers on the meta device, which hold no values anyway.
+    """A communicator whose collectives return immediately and leave their buffers unchanged.
+
+    It is for buffers on the meta device, which hold no values.
 
     Args:
-        device: "cuda" or "cpu": where the buffers would be. The host takes part in collectives on
-            the CPU, so ranks exchange errors there.
+        rank, size: the rank, and the number of ranks.
+        device: "cuda" or "cpu": the device of the buffers in a real step. The host takes part in
+            collectives on the CPU, so ranks exchange errors there.
     """
 
-    timeout = math.inf  # no rank is waited for
+    timeout = math.inf  # it never waits
 
     def __init__(self, rank: int, size: int, device: str) -> None:
         self.rank, self.size, self._device = rank, size, device
@@ -27,10 +29,10 @@ class OneOfMany(Communicator):
         return self._device == "cuda"
 
     def _all_reduce(self, what: str, buffer: torch.Tensor) -> None:
-        """Reduce nothing."""
+        """Do nothing."""
 
     def all_gather_(self, buffer: torch.Tensor, counts: Any = None) -> None:
-        """Gather nothing."""
+        """Do nothing."""
 
     def start_all_to_all(
         self, output: torch.Tensor, buffer: torch.Tensor, received: Any = None, sent: Any = None
@@ -38,10 +40,10 @@ class OneOfMany(Communicator):
         return lambda: None
 
     def broadcast_(self, buffer: torch.Tensor, root: int = 0) -> None:
-        """Send nothing."""
+        """Do nothing."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj] * self.size
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""

@@ -1,6 +1,6 @@
-"""Draws estimates: bytes sent, memory and seconds, over what is compared and over ranks.
+"""Draws estimates: bytes sent, memory and seconds, by configuration and number of ranks.
 
-It needs matplotlib, of the extra [examples].
+It needs matplotlib, which the extra [examples] installs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ def draw(by_ranks: Sequence[Estimates], machine: Machine, title: str, path: Path
     """Write a PNG of stacked bars, one for each estimate.
 
     Args:
-        by_ranks: the estimates of one number of ranks each.
+        by_ranks: for each number of ranks, its estimates.
         machine: the machine whose seconds are shown.
-        title: above them.
+        title: the title of the picture.
         path: the file.
 
     Raises:
-        BackendError: without matplotlib.
-        OSError: where the file cannot be written.
+        BackendError: if matplotlib is not installed.
+        OSError: if the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

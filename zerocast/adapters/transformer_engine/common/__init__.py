@@ -1,4 +1,4 @@
-"""What TransformerEngine's frameworks share: the recipes."""
+"""The names that TransformerEngine's frameworks share: the recipes."""
 
 from zerocast.adapters.transformer_engine.common import recipe
 

@@ -1,7 +1,8 @@
-"""Recipes: those of zerocast, which have TransformerEngine's names, fields and defaults.
+"""Recipes of zerocast, which have TransformerEngine's names, fields and defaults.
 
-Fields are given by name. ``NVFP4BlockScaling`` has ``disable_rht=True``, and refuses False. Here
-recipes and their classes get the methods that say which scheme they are of, such as ``nvfp4()``.
+Fields must be given by name. ``NVFP4BlockScaling`` has ``disable_rht=True``, and refuses False.
+This module adds methods such as ``nvfp4()`` to recipes and their classes, which return whether they
+are of that kind of scaling.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The names of the modules below, which TransformerEngine's users import as ``te``."""
+"""The names of all submodules, which TransformerEngine's users import as ``te``."""
 
 from zerocast.adapters.transformer_engine.pytorch import (
     constants,

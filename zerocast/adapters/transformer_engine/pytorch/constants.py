@@ -1,4 +1,4 @@
-"""DType: the formats of codes, as TransformerEngine numbers them."""
+"""DType: the formats of codes, with TransformerEngine's numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DType"]
 
 
 class DType(enum.IntEnum):
-    """The dtypes that tensors and quantizers name: of codes, and of what they stand for."""
+    """The dtypes of codes and values that tensors and quantizers refer to."""
 
     kByte = 0
     kInt32 = 2
@@ -23,16 +23,15 @@ class DType(enum.IntEnum):
 
     @classmethod
     def of(cls, fmt: str) -> DType:
-        """Return the member for codes of the format of this name."""
+        """Return the member for the format ``fmt`` of codes, as zerocast names it."""
         return next(member for each in _FORMATS.values() for member, n in each.items() if n == fmt)
 
     @classmethod
     def name_of(cls, value: object, *, bits: int) -> str:
-        """Return the name of the format of ``bits`` that ``value``, a member or its number, stands
-        for.
+        """Return the name of the format of ``bits`` for ``value``, a member or its number.
 
         Raises:
-            InputError: where it is none.
+            InputError: if ``value`` is not a format of that size.
         """
         known = _FORMATS[bits]
         for member, name in known.items():
@@ -48,4 +47,4 @@ _FORMATS = {
     8: {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2"},
     4: {DType.kFloat4E2M1: "e2m1"},
 }
-"""By their bits, the names that zerocast gives the formats of codes."""
+"""Zerocast's names of the formats of codes, by bits and member."""

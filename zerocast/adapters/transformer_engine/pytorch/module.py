@@ -1,7 +1,7 @@
-"""Layers, by TransformerEngine's arguments.
+"""Layers with TransformerEngine's arguments.
 
-They are those of :mod:`zerocast.nn` and start from the same random numbers, as torch's do;
-``init_method`` is what starts a weight otherwise.
+They are the layers of :mod:`zerocast.nn`, and are initialized like these, with the same random
+numbers as torch's layers; ``init_method`` initializes a weight in another way.
 """
 
 from collections.abc import Callable
@@ -25,27 +25,28 @@ _ONE_VALUE: dict[str, Any] = {
     "symmetric_ar_type": None, "save_original_input": False, "activation_params": None,
     "checkpoint": False, "seq_length": None, "micro_batch_size": None,
 }  # fmt: skip
-"""Arguments of TransformerEngine's layers that take their default only."""
+"""Arguments of TransformerEngine's layers that accept only their default."""
 
 Init = Callable[[torch.Tensor], Any]
 
 
 class _Arguments(torch.nn.Module):
-    """Gives a layer of zerocast TransformerEngine's arguments.
+    """A mixin that gives a layer of zerocast TransformerEngine's arguments.
 
     Args:
-        sizes: the two sizes of the layer, and of the layers with a norm its ``eps``, too, if it is
-            given by position. TransformerEngine has others behind them, which are given by name.
-        init_method: called with each weight in high precision, to fill it; it is quantized then.
+        sizes: the two sizes of the layer, and for layers with a norm ``eps``, if given by position.
+            Further arguments of TransformerEngine must be given by name.
+        init_method: called with the first weight in high precision, to fill it before it is
+            quantized.
         output_layer_init_method: the same for the second weight, of LayerNormMLP.
-        fuse_wgrad_accumulation: gradients of weights are added into ``weight.main_grad`` as they
-            are made, and ``weight.grad`` stays None. They are rounded to the weight's nominal
-            dtype before that; TransformerEngine adds what its GEMM sums up in FP32.
-        options: zerocast's, and TransformerEngine's further ones at their defaults.
+        fuse_wgrad_accumulation: whether gradients of weights are added to ``weight.main_grad`` in
+            the backward, while ``weight.grad`` stays None. They are first rounded to the weight's
+            nominal dtype; TransformerEngine adds the FP32 sums of its GEMM.
+        options: options of zerocast, and others of TransformerEngine at their defaults.
 
     Raises:
-        InputError: for more arguments by position.
-        UnsupportedError: for another value of those.
+        InputError: for too many arguments by position.
+        UnsupportedError: for another value than the default of these.
     """
 
     dtype_argument = "params_dtype"
@@ -81,13 +82,13 @@ class _Arguments(torch.nn.Module):
             setattr(self, name, quantized_if_asked(weight, recipe, columnwise=columnwise))
 
     def _matrices(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the weights of the layer's products, in their order, by name."""
+        """Return the names and weights of the layer's products, in order."""
         return [(name, each) for name, each in self.named_parameters() if each.dim() == 2]
 
     def forward(
         self, input: torch.Tensor, is_first_microbatch: bool | None = None, **options: Any
     ) -> Any:
-        """Run zerocast's layer; the result does not depend on ``is_first_microbatch``."""
+        """Run zerocast's layer; ``is_first_microbatch`` has no effect."""
         if self.fuse_wgrad_accumulation:
             for _, weight in self._matrices():
                 hooks = weight._post_accumulate_grad_hooks or {}
@@ -109,19 +110,19 @@ def _add_to_main_grad(weight: torch.Tensor) -> None:
 
 
 class Linear(_Arguments, nn.Linear):
-    """:class:`zerocast.nn.Linear`, with these arguments."""
+    """A :class:`zerocast.nn.Linear` with TransformerEngine's arguments."""
 
     dtype_argument = "dtype"
     by_position = ("in_features", "out_features")
 
 
 class LayerNormLinear(_Arguments, nn.LayerNormLinear):
-    """:class:`zerocast.nn.LayerNormLinear`, with these arguments."""
+    """A :class:`zerocast.nn.LayerNormLinear` with TransformerEngine's arguments."""
 
 
 class LayerNormMLP(_Arguments, nn.LayerNormMLP):
-    """:class:`zerocast.nn.LayerNormMLP`, with these arguments; its "gelu" is the approximation by
-    tanh, as TransformerEngine's.
+    """A :class:`zerocast.nn.LayerNormMLP` with TransformerEngine's arguments; its "gelu" is the
+    tanh approximation, as in TransformerEngine.
     """
 
     by_position = ("hidden_size", "ffn_hidden_size", "eps")

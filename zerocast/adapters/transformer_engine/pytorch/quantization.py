@@ -1,4 +1,4 @@
-"""Regions in which layers quantize, and which recipes run here."""
+"""Regions in which layers quantize, and functions that return whether recipes are available."""
 
 from zerocast import (
     autocast,
@@ -23,11 +23,10 @@ __all__ = [
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Say whether the recipe runs here: True, for every recipe runs on every device. With
-    ``return_reason`` that, and "" for the reason why not.
+    """Return True, since every recipe runs on every device; with ``return_reason``, (True, "").
 
-    Whether a GEMM of this machine multiplies the codes is what
-    :func:`zerocast.is_fp8_available` and its like say.
+    :func:`zerocast.is_fp8_available` and similar functions return whether this machine has a GEMM
+    for the codes.
     """
     return (True, "") if check_flag("return_reason", return_reason) else True
 

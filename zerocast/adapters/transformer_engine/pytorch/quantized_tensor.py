@@ -1,18 +1,16 @@
-"""QuantizedTensor, with the attributes and methods of TransformerEngine's.
+"""QuantizedTensor, with the attributes and methods of TransformerEngine's tensors.
 
-A quantized weight of zerocast is of one class, and its recipe says which scheme it is of. Here are
-the classes by scheme, for ``isinstance``, and the attributes by which TransformerEngine's users
-reach its buffers:
+All quantized weights of zerocast have one class, and their recipe determines the scheme. This
+module has classes by scheme, for ``isinstance``, and TransformerEngine's attributes for buffers:
 
     Float8Tensor (delayed and current scaling)   _data, _transpose, _scale_inv
     all others                                   _rowwise_data, _columnwise_data,
                                                  _rowwise_scale_inv, _columnwise_scale_inv
     NVFP4Tensor, too                             _amax_rowwise, _amax_columnwise
 
-Each is the live buffer, or None where the weight does not hold that copy. A tensor that is assigned
-becomes the buffer. If the codes or scales from which the columnwise copy is derived have changed
-then, the next forward or ``post_all_gather_processing`` makes it again. Assigning None frees the
-copy.
+Each is the live buffer, or None if the weight does not hold that copy. An assigned tensor becomes
+the buffer. If this changes the codes or scales from which the columnwise copy is derived, the next
+forward or ``post_all_gather_processing`` rebuilds that copy. Assigning None frees the copy.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ QuantizedTensorStorage = QuantizedTensor
 
 
 class _SchemeMeta(torch._C._TensorMeta):
-    """Instances are the quantized tensors of a scheme, whatever their own class is."""
+    """A metaclass whose classes have as instances all quantized tensors of their schemes."""
 
     schemes: tuple[str, ...]
 
@@ -41,10 +39,10 @@ class _SchemeMeta(torch._C._TensorMeta):
 
 
 class SchemeTensor(QuantizedTensor, metaclass=_SchemeMeta):
-    """The quantized tensors of some schemes; a class to ask for, not to make tensors by.
+    """The class of quantized tensors of some schemes, for ``isinstance`` only.
 
     Raises:
-        UnsupportedError: where one is made.
+        UnsupportedError: if it is instantiated.
     """
 
     schemes: ClassVar[tuple[str, ...]] = ()
@@ -71,7 +69,7 @@ _COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax
 
 
 def _fields(recipe: Recipe) -> dict[str, str]:
-    """Return the attributes of a tensor of this recipe, and the buffers that they are."""
+    """Return the names of buffers by the attributes that a tensor of this recipe has."""
     return {"delayed": _PER_TENSOR, "current": _PER_TENSOR, "nvfp4": _NVFP4}.get(
         recipe.scheme, _PER_BLOCK
     )
@@ -96,11 +94,11 @@ def _read(tensor: QuantizedTensor, field: str) -> torch.Tensor | None:
 
 
 def _assign(tensor: QuantizedTensor, field: str, value: torch.Tensor | None) -> None:
-    """Let ``value`` be the buffer, or give the copy's memory back.
+    """Make ``value`` the buffer; or, if it is None, free the copy.
 
     Raises:
-        InputError: where ``value`` is not what the buffer is: shape, dtype, device, contiguous.
-        MissingDataError: where the tensor does not hold that copy.
+        InputError: if ``value`` has another shape, dtype or device, or is not contiguous.
+        MissingDataError: if the tensor does not hold that copy.
     """
     _check_field(tensor, field)
     storage, name = tensor.quantized_storage, _fields(tensor.recipe)[field]
@@ -145,10 +143,10 @@ def _attribute(field: str) -> property:
 
 
 class _Members:
-    """The attributes that quantized tensors get beside their buffers."""
+    """The other attributes that are added to quantized tensors."""
 
     def _get_quantizer(self) -> Quantizer:
-        """Make a quantizer that casts as this tensor was."""
+        """Return a quantizer that casts as this tensor was cast."""
         return Quantizer.of(cast("QuantizedTensor", self))
 
     @property
@@ -164,12 +162,12 @@ class _Members:
     def quantize_(
         self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
     ) -> QuantizedTensor:
-        """Cast ``tensor`` into this one, which is returned."""
+        """Cast ``tensor`` into this one, and return this one."""
         own = cast("QuantizedTensor", self)
         return self._get_quantizer().update_quantized(tensor, own, noop_flag=noop_flag)
 
     def get_usages(self) -> dict[str, bool]:
-        """Say which copies are there and true: ``{"rowwise": ..., "columnwise": ...}``."""
+        """Return which copies it holds, not stale: ``{"rowwise": ..., "columnwise": ...}``."""
         storage = cast("QuantizedTensor", self).quantized_storage
         columnwise = storage.has_columnwise and not storage.is_stale
         return {"rowwise": storage.has_rowwise, "columnwise": columnwise}

@@ -18,8 +18,8 @@ from zerocast.tensors import quantize_into
 
 
 def check_one_value(**given: tuple[object, object]) -> None:
-    """Raise :class:`UnsupportedError` for an argument, by name its value and the only one that is
-    served, with another value.
+    """Raise :class:`UnsupportedError` for an argument with an unsupported value; ``given`` has, by
+    name, its value and the only supported value.
     """
     for name, (value, served) in given.items():
         if value is not served and value != served:
@@ -37,10 +37,10 @@ def _usage(name: Literal["rowwise", "columnwise"]) -> property:
 
 
 class Quantizer(OwnQuantizer):
-    """A quantizer with TransformerEngine's methods; its classes by scheme have the constructors.
+    """A quantizer with TransformerEngine's methods; subclasses by scheme have its constructors.
 
     Attributes:
-        internal, optimize_for_gemm: TransformerEngine's; what is made is the same either way.
+        internal, optimize_for_gemm: attributes of TransformerEngine that have no effect here.
     """
 
     scheme: ClassVar[str] = ""
@@ -57,8 +57,8 @@ class Quantizer(OwnQuantizer):
         columnwise: bool,
         state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Initialize; ``state`` is the recipe state by the names of its buffers; buffers that it
-        lacks are allocated.
+        """Initialize; ``state`` has buffers of the recipe state by name; missing ones are
+        allocated.
         """
         given, specs = state or {}, recipe.own_buffers()
         device = next((each.device for each in given.values()), None)
@@ -71,22 +71,20 @@ class Quantizer(OwnQuantizer):
         super().__init__(recipe, rowwise=rowwise, columnwise=columnwise, slot=slot)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state. The slot calls this method, so the slot of a copied quantizer has the
-        copy's state.
-        """
+        """Return the state. The slot calls this, so a copied quantizer's slot has the copy's."""
         return dict(self._state)
 
     def _record(self, amax: torch.Tensor) -> None:
-        """Raise the state's amax to that of a cast, int32 [1]."""
+        """Set the state's amax to the maximum of itself and ``amax`` of a cast, int32 [1]."""
         largest = self._state["amax"]
         torch.maximum(largest, amax.view(torch.float32), out=largest)
 
     @classmethod
     def of(cls, tensor: QuantizedTensor) -> Quantizer:
-        """Make a quantizer that casts as ``tensor`` was, for the copies that it holds.
+        """Return a quantizer that casts as ``tensor`` was cast, for the copies that it holds.
 
         Raises:
-            MissingDataError: where the tensor does not hold the recipe state.
+            MissingDataError: if the tensor does not hold the recipe state.
         """
         storage, recipe = tensor.quantized_storage, tensor.recipe
         missing = [name for name in recipe.state if name not in storage.buffers]
@@ -102,7 +100,7 @@ class Quantizer(OwnQuantizer):
         return made
 
     def copy(self) -> Quantizer:
-        """Make a copy, whose usage can be set without changing this one's."""
+        """Return a copy whose usage can be set independently."""
         return copy.copy(self)
 
     @property
@@ -113,7 +111,7 @@ class Quantizer(OwnQuantizer):
     rowwise_usage, columnwise_usage = _usage("rowwise"), _usage("columnwise")
 
     def get_usages(self) -> dict[str, bool]:
-        """Both of these: ``{"rowwise": ..., "columnwise": ...}``."""
+        """Return both usages: ``{"rowwise": ..., "columnwise": ...}``."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
     def make_empty(
@@ -124,7 +122,7 @@ class Quantizer(OwnQuantizer):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        """Do as :meth:`zerocast.Quantizer.make_empty`; the dtype is FP32 by default."""
+        """Call :meth:`zerocast.Quantizer.make_empty`; the dtype is FP32 by default."""
         made = super().make_empty(torch.Size(shape), dtype=dtype, device=device)
         return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -135,8 +133,8 @@ class Quantizer(OwnQuantizer):
         out: QuantizedTensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """Quantize ``tensor``, as ``dtype``, by :meth:`zerocast.Quantizer.quantize`; into ``out``
-        by :meth:`update_quantized`.
+        """Quantize ``tensor``, converted to ``dtype``, by :meth:`zerocast.Quantizer.quantize`; or
+        into ``out`` by :meth:`update_quantized`, without conversion.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -145,11 +143,11 @@ class Quantizer(OwnQuantizer):
     __call__ = quantize
 
     def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list[QuantizedTensor]:
-        """Quantize each."""
+        """Quantize each tensor."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """Say whether the recipe can hold a tensor of this shape."""
+        """Return whether the recipe can quantize a tensor of this shape."""
         try:
             self.recipe.check_shape(inp.shape)
         except InputError:
@@ -163,15 +161,16 @@ class Quantizer(OwnQuantizer):
         *,
         noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        """Cast ``src`` into ``dst``, every copy that it holds; returns ``dst``.
+        """Cast ``src`` into every copy that ``dst`` holds, and return ``dst``.
 
         Args:
-            src: of the shape of ``dst``.
-            dst: a tensor whose codes and scales mean what this quantizer's do.
+            src: a tensor that expands to the shape of ``dst``.
+            dst: a quantized tensor whose codes and scales have the same meaning as this
+                quantizer's.
             noop_flag: must be None.
 
         Raises:
-            InputError: where they do not.
+            InputError: if the codes and scales of ``dst`` have another meaning.
             UnsupportedError: for a ``noop_flag``.
         """
         if noop_flag is not None:
@@ -196,5 +195,5 @@ class Quantizer(OwnQuantizer):
 
 
 def _meaning(recipe: Recipe) -> tuple[object, ...]:
-    """Return what of a recipe gives a tensor's own codes and scales their meaning."""
+    """Return the properties of a recipe that define the meaning of codes and scales."""
     return recipe.numerics, recipe.block, recipe.columnwise_source, recipe.round_master

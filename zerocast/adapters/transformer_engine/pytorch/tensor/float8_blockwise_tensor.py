@@ -1,4 +1,4 @@
-"""FP8 with one scale a block of 128x128 or 1x128: Float8BlockwiseQTensor and its quantizer."""
+"""FP8 with one scale per block of 128x128 or 1x128: Float8BlockwiseQTensor and its quantizer."""
 
 from zerocast import Float8BlockScaling, QParams
 from zerocast.adapters.transformer_engine.pytorch.constants import DType
@@ -9,7 +9,7 @@ __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTe
 
 
 class Float8BlockwiseQTensor(SchemeTensor):
-    """The tensors of :class:`zerocast.Float8BlockScaling`."""
+    """The class of tensors of :class:`zerocast.Float8BlockScaling`."""
 
     schemes = ("block",)
 
@@ -18,13 +18,13 @@ Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
 
 
 class Float8BlockQuantizer(Quantizer):
-    """Quantizes in blocks.
+    """A quantizer to FP8 in blocks.
 
     Args:
         fp8_dtype: a :class:`DType` of 8 bits.
         rowwise, columnwise: which copies results hold.
-        amax_epsilon: a smaller amax is replaced by this one.
-        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: the lower bound of an amax.
+        force_pow_2_scales: whether to round scales down to powers of two.
         block_scaling_dim: 2 for blocks of 128x128, 1 for 1x128.
 
     Raises:

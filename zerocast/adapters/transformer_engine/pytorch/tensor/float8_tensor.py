@@ -1,4 +1,4 @@
-"""FP8 with one scale a tensor: Float8Tensor and its quantizers."""
+"""FP8 with one scale per tensor: Float8Tensor and its quantizers."""
 
 import torch
 
@@ -16,7 +16,7 @@ __all__ = [
 
 
 class Float8Tensor(SchemeTensor):
-    """The tensors of delayed and of current scaling."""
+    """The class of tensors of delayed and of current scaling."""
 
     schemes = ("delayed", "current")
 
@@ -25,11 +25,11 @@ Float8TensorStorage = Float8Tensor
 
 
 class Float8Quantizer(Quantizer):
-    """Quantizes under a scale that is given, and takes the amax.
+    """A quantizer to FP8 with a given scale, which records the amax.
 
     Args:
         scale: FP32 [1], read at each cast: codes are those of ``value * scale``.
-        amax: FP32 [1], raised at each cast to the tensor's amax.
+        amax: FP32 [1], set at each cast to the maximum of itself and the tensor's amax.
         fp8_dtype: a :class:`DType` of 8 bits.
         rowwise, columnwise: which copies results hold.
 
@@ -61,29 +61,29 @@ class Float8Quantizer(Quantizer):
 
     @property
     def scale(self) -> torch.Tensor:
-        """FP32 [1]: what values are multiplied by."""
+        """The factor that values are multiplied by, FP32 [1]."""
         return self._state["scale"]
 
     @property
     def amax(self) -> torch.Tensor:
-        """FP32 [1]: the largest amax of the casts since it was set."""
+        """The largest amax of the casts since it was set, FP32 [1]."""
         return self._state["amax"]
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """Quantizes under the scale that the tensor's own amax gives.
+    """A quantizer to FP8 with the scale that the tensor's amax gives.
 
     Args:
         fp8_dtype: a :class:`DType` of 8 bits.
-        device: TransformerEngine's; results are where the tensors are.
+        device: has no effect; results are on the device of the given tensors.
         rowwise, columnwise: which copies results hold.
-        with_amax_reduction, amax_reduction_group: must stay False and None.
-        force_pow_2_scales: round scales down to powers of two.
-        amax_epsilon: a smaller amax is replaced by this one.
+        with_amax_reduction, amax_reduction_group: must be False and None.
+        force_pow_2_scales: whether to round scales down to powers of two.
+        amax_epsilon: the lower bound of an amax.
 
     Raises:
         InputError: for another dtype.
-        UnsupportedError: where amaxes are to be reduced.
+        UnsupportedError: if amaxes are to be reduced.
     """
 
     scheme = "current"

@@ -9,7 +9,7 @@ __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
 
 
 class MXFP8Tensor(SchemeTensor):
-    """The tensors of :class:`zerocast.MXFP8BlockScaling`."""
+    """The class of tensors of :class:`zerocast.MXFP8BlockScaling`."""
 
     schemes = ("mxfp8",)
 
@@ -18,12 +18,12 @@ MXFP8TensorStorage = MXFP8Tensor
 
 
 class MXFP8Quantizer(Quantizer):
-    """Quantizes 32 elements under one power of two.
+    """A quantizer to MXFP8, with one power of two as the scale of each block of 32 elements.
 
     Args:
         fp8_dtype: a :class:`DType` of 8 bits.
         rowwise, columnwise: which copies results hold.
-        with_2d_quantization: blocks of 32x32, whose one copy of codes serves both directions.
+        with_2d_quantization: whether blocks are 32x32, with one copy of codes for both directions.
 
     Raises:
         InputError: for another dtype.

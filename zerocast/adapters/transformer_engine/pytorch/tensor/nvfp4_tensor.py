@@ -9,7 +9,7 @@ __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
 
 
 class NVFP4Tensor(SchemeTensor):
-    """The tensors of :class:`zerocast.NVFP4BlockScaling`."""
+    """The class of tensors of :class:`zerocast.NVFP4BlockScaling`."""
 
     schemes = ("nvfp4",)
 
@@ -18,23 +18,23 @@ NVFP4TensorStorage = NVFP4Tensor
 
 
 class NVFP4Quantizer(Quantizer):
-    """Quantizes to E2M1, in blocks of 1x16 or 16x16.
+    """A quantizer to E2M1, in blocks of 1x16 or 16x16.
 
     Args:
         fp4_dtype: ``DType.kFloat4E2M1``.
         rowwise, columnwise: which copies results hold.
-        with_amax_reduction, amax_reduction_group, with_post_rht_amax, row_scaled_nvfp4: must stay
+        with_amax_reduction, amax_reduction_group, with_post_rht_amax, row_scaled_nvfp4: must be
             False, None, False and False.
-        with_rht: must stay False: the random Hadamard transform is not built.
-        with_2d_quantization: blocks of 16x16, as weights have them.
-        stochastic_rounding: draw codes from both neighbours.
-        nvfp4_use_4over6: let each block choose the better one of two scales; of blocks of 16x16.
-        nvfp4_e4m3_max: 448, or under 4-over-6 256: the largest scale.
-        nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``: by which error the better one is judged.
+        with_rht: must be False: the random Hadamard transform is not implemented.
+        with_2d_quantization: whether blocks are 16x16, as those of weights.
+        stochastic_rounding: whether to round stochastically to one of both neighbours.
+        nvfp4_use_4over6: whether each block of 16x16 uses the better of two scales.
+        nvfp4_e4m3_max: the largest scale: 448, or with 4-over-6 also 256.
+        nvfp4_4over6_err_mode: the error that the better scale minimizes: ``"MAE"`` or ``"MSE"``.
 
     Raises:
         InputError: for another dtype or largest scale.
-        UnsupportedError: for other values of those that must stay.
+        UnsupportedError: for another value of an argument that must have its default.
     """
 
     scheme = "nvfp4"

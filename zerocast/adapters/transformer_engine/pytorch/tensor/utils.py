@@ -24,8 +24,8 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """:func:`zerocast.quantize_master_weights`, in whose place the next forward makes the
-    columnwise copies unless ``manual_post_all_gather_processing=True``.
+    """Call :func:`zerocast.quantize_master_weights` with TransformerEngine's default: unless
+    ``manual_post_all_gather_processing=True``, the next forward makes the columnwise copies.
     """
     zerocast.quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
@@ -34,4 +34,4 @@ def quantize_master_weights(
 
 
 cast_master_weights_to_fp8 = quantize_master_weights
-"""TransformerEngine's earlier name; it takes weights of every scheme, as there."""
+"""TransformerEngine's earlier name; it accepts weights of every scheme, as there."""
