@@ -173,10 +173,10 @@ def _written(specs: Sequence[ShardSpec]) -> Iterator[tuple[torch.Tensor, str, Sh
             yield buffer, name, spec
         for plane, codes in spec.codes.items():
             # The caller's buffer for a shard's codes may be a part of the gather buffer.
-            if plane not in buffers or not _lies_in(codes, buffers[plane]):
+            if plane not in buffers or not _is_within(codes, buffers[plane]):
                 yield codes, "fsdp_shard_model_weights", spec
 
 
-def _lies_in(inner: torch.Tensor, outer: torch.Tensor) -> bool:
+def _is_within(inner: torch.Tensor, outer: torch.Tensor) -> bool:
     begin, end = outer.data_ptr(), outer.data_ptr() + outer.nbytes
     return begin <= inner.data_ptr() and inner.data_ptr() + inner.nbytes <= end

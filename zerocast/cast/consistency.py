@@ -57,16 +57,16 @@ def members_by_group(group: Group | Sequence[Group], weights: int) -> dict[Commu
 
 
 def raise_in_all(
-    comms: Sequence[Communicator], error: ZerocastError | None, said: bool = False
+    comms: Sequence[Communicator], error: ZerocastError | None, flag: bool = False
 ) -> bool:
     """Raise on every rank of every group if one rank has an error.
 
     This includes ranks that share only some groups with it. All ranks of the group that first
-    receives the error raise the same message. Return whether any rank has ``said`` yes.
+    receives the error raise the same message. Return whether any rank passed ``flag=True``.
     """
     if len(comms) == 1:
-        return raise_together(comms[0], error, said)
-    return not agree_in_all([(comm, 1 + said) for comm in comms], error) or said
+        return raise_together(comms[0], error, flag)
+    return not agree_in_all([(comm, 1 + flag) for comm in comms], error) or flag
 
 
 def tp_shards_by_group(model_weights: Any) -> dict[Communicator, list[int]]:

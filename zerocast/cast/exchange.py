@@ -58,7 +58,7 @@ class Exchange:
         buffers: every weight's amaxes.
         candidates: int32, what ranks reduce so that blocks of 4-over-6 weights can choose scales.
         candidates_of: for each weight that chooses scales its part of ``candidates``.
-        heard_by: the groups whose ranks read the reduced entries and raise another rank's error.
+        receiving: the groups whose ranks read the reduced entries and raise another rank's error.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Exchange:
         }
         entries = [entry for group in shared.values() for entry in group]
         self._shared = torch.tensor(entries, dtype=torch.int64, device=device)
-        self.heard_by = [
+        self.receiving = [
             comm
             # In a tensor-parallel group one rank may have no matrix while others have some.
             for comm in (*(comm for comm, own in members.items() if len(own) > 0), *tp_shards)
@@ -86,14 +86,14 @@ class Exchange:
         ]
         # For each group of several ranks its entries, and the words for the step if this rank
         # reads them.
-        reads = [] if device.type == "meta" else self.heard_by  # meta tensors hold no values
+        reads = [] if device.type == "meta" else self.receiving  # meta tensors hold no values
         self._groups = [
             (comm, entries, entries[-STEP_WORDS:] if comm in reads else None)
             for comm, entries in self.buffers.of_group.items()
             if comm.size > 1
         ]
         # Shards that share no amax share one entry, which carries TROUBLE.
-        idle = [comm for comm, group in shared.items() if not group and comm in self.heard_by]
+        idle = [comm for comm, group in shared.items() if not group and comm in self.receiving]
         sizes = {comm: len(group) for comm, group in shared.items() if group}
         sizes |= dict.fromkeys(idle, 1)
         self._reduced = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=device)
@@ -180,36 +180,36 @@ class Exchange:
             error: why this rank cannot cast, or None; with an error its amaxes are ignored.
 
         Raises:
-            ZerocastError: ``error``, on all ranks of :attr:`heard_by`.
-            RankMismatchError: on all ranks of :attr:`heard_by`, if two are not at the same step.
+            ZerocastError: ``error``, on all ranks of :attr:`receiving`.
+            RankMismatchError: on all ranks of :attr:`receiving`, if two are not at the same step.
         """
-        heard, step = error is not None, step % TROUBLE
+        failed, step = error is not None, step % TROUBLE
         self.buffers.give_cut()
         for comm, entries, words in self._groups:
             if words is not None:
                 own = torch.tensor((step, -step), dtype=words.dtype, device="cpu")
                 words.copy_(own)
-            self._reduce(comm, entries, heard)
-            if words is not None and not heard:
+            self._reduce(comm, entries, failed)
+            if words is not None and not failed:
                 largest, smallest_negated = words.tolist()
-                heard = largest == TROUBLE
-                if largest + smallest_negated and not heard:
-                    heard, error = True, _other_steps(comm, step)
+                failed = largest == TROUBLE
+                if largest + smallest_negated and not failed:
+                    failed, error = True, _other_steps(comm, step)
         if self._reduced_of_group:
             shared = self._reduced[: len(self._shared)]
             torch.index_select(self.buffers.reduced, 0, self._shared, out=shared)
             self._reduced[len(self._shared) :].zero_()
             for comm, entries in self._reduced_of_group:
-                self._reduce(comm, entries, heard)
-                if comm in self.heard_by and not entries.is_meta and not heard:
-                    heard = int(entries[0]) == TROUBLE
+                self._reduce(comm, entries, failed)
+                if comm in self.receiving and not entries.is_meta and not failed:
+                    failed = int(entries[0]) == TROUBLE
             self.buffers.reduced.index_copy_(0, self._shared, shared)
         self.buffers.take_cut()
-        if heard:
-            raise_in_all(self.heard_by, error)
+        if failed:
+            raise_in_all(self.receiving, error)
 
-    def _reduce(self, comm: Communicator, entries: torch.Tensor, heard: bool) -> None:
-        if heard:
+    def _reduce(self, comm: Communicator, entries: torch.Tensor, failed: bool) -> None:
+        if failed:
             entries.fill_(TROUBLE)
         comm.all_reduce_max_(entries)
 

@@ -250,7 +250,7 @@ class CodeGather:
         for chunk in self._chunks:
             if chunk.rank == self._comm.rank:
                 codes = self._specs[chunk.weight].own_codes(self._plane)
-                if codes is not None and not self._lies_in_place(codes, chunk):
+                if codes is not None and not self._is_in_place(codes, chunk):
                     copies.append(CodeCopy(codes, chunk.staged.start))
                     continue
                 if self._in_place is not None:
@@ -259,7 +259,7 @@ class CodeGather:
                 copies.append(CodeCopy(own, chunk.staged.start))
         return copies
 
-    def _lies_in_place(self, codes: torch.Tensor, chunk: _Chunk) -> bool:
+    def _is_in_place(self, codes: torch.Tensor, chunk: _Chunk) -> bool:
         """Return whether codes cast into another buffer are already at their gathered place."""
         if self._in_place is None:
             return False

@@ -104,8 +104,8 @@ class PreparedCast:
         self._uncounted: object = None
         self._device = collectives.exchange.candidates.device
         self._backend = backend_for(self._device)
-        lying = () if self._device.type == "meta" else specs  # meta weights have no memory
-        self.addresses = Addresses(weights, lying, scope)
+        held = () if self._device.type == "meta" else specs  # meta weights have no memory
+        self.addresses = Addresses(weights, held, scope)
         self.calls_functions = sum(_try_function(spec.storage) for spec in specs) > 0
         self.masters = Masters(self._matrices.count)
         self._stages: Sequence[Sequence[int]] = ()

@@ -15,8 +15,7 @@ on the step number). The ranks gather its masters; each casts it whole by the re
 compares every buffer, derived copies included. So it also detects an owner that cast wrongly,
 under another recipe, or from other masters than it has now.
 
-Neither detects masters that are wrong themselves. Masters must not change between the cast and the
-comparison.
+Neither detects wrong masters. Masters must not change between the cast and the comparison.
 
 If ranks differ, the first weight that differs is cast whole, as for ``"full"``, to decide which
 ranks hold the right bytes. Every rank then raises the same :class:`VerificationError`. A rank with
@@ -214,16 +213,16 @@ class Verification:
         with attempt:
             found = None if attempt.error else first_difference(weight, whole.storage)
         raise_together(comm, attempt.error)
-        told = comm.all_gather_object((found, whole.owned, whole.gathered))
-        sent = sum(owned for _, owned, _ in told)
-        if astray := [rank for rank, (*_, got) in enumerate(told) if (got - sent) % 2**64]:
+        reports = comm.all_gather_object((found, whole.owned, whole.gathered))
+        sent = sum(owned for _, owned, _ in reports)
+        if astray := [rank for rank, (*_, got) in enumerate(reports) if (got - sent) % 2**64]:
             return VerificationError(
                 f"{weight.name}: nobody can tell what its master is cast to, for "
                 f"{failure.name(astray)} gathered other bytes of it than its owners sent: what "
                 f"carries bytes between ranks changes them, or memory does. Do not go on with "
                 f"these weights; load the last checkpoint where bytes arrive as they were sent."
             )
-        if all(each is None for each, *_ in told):
+        if all(each is None for each, *_ in reports):
             return None
         left = "" if found is None else _leave_file(comm, weight, whole, found, step)
         everyone: list[tuple[Difference | None, str]] = comm.all_gather_object((found, left))
@@ -281,11 +280,11 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
     for rank, (found, _) in enumerate(everyone):
         if found is not None:
             ranks_of.setdefault(found, []).append(rank)
-    told = []
+    reports = []
     for found, ranks in ranks_of.items():
         owner = f", of the shard of rank {found.owner}" if found.owner >= 0 else ""
         more = f", the first of {found.count} elements that differ," * (found.count > 1)
-        told.append(
+        reports.append(
             f"{_ranks_hold(ranks)} {found.held} at element {list(found.place)} of "
             f"{found.buffer}{owner}{more} where the cast of the whole master has {found.cast}"
         )
@@ -302,7 +301,7 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
     files = [left for _, left in everyone if left]
     return (
         f"{weight.name} {tuple(weight.storage.shape)} is not what its master is cast to: "
-        f"{'; '.join(told)}{rest}: {cause}. Do not go on with these weights; load the last "
+        f"{'; '.join(reports)}{rest}: {cause}. Do not go on with these weights; load the last "
         f"checkpoint. python -m zerocast reproduce FILE repeats the cast: {', '.join(files)}."
     )
 

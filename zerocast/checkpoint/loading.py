@@ -91,23 +91,24 @@ def _load(
         digest = manifest.digest
         trainings = trainings_of(optimizers, model, group, comm)
         part = ModelPart(model, [each.parameters for each in trainings], comm)
-        said, wanted = manifest.training, Wanted(manifest.tensors)
+        description, wanted = manifest.training, Wanted(manifest.tensors)
         is_own = manifest.ranks == comm.size
         with _reading(path):
-            if len(said["optimizers"]) != len(trainings):
+            if len(description["optimizers"]) != len(trainings):
                 raise InputError(
                     f"as many optimizers must be loaded together as were saved, "
-                    f"{len(said['optimizers'])}, got {len(trainings)}; give a list of all of them."
+                    f"{len(description['optimizers'])}, got {len(trainings)}; give a list of all of "
+                    f"them."
                 )
-            numbers = [each["identity"] for each in said["optimizers"]]
+            numbers = [each["identity"] for each in description["optimizers"]]
             if manifest.run != run_of(numbers):
                 raise ValueError("its run is another")
-            for training, given in zip(trainings, said["optimizers"], strict=True):
-                state = TrainingState(given, [], _kinds(said["state"]), wanted.shares)
+            for training, given in zip(trainings, description["optimizers"], strict=True):
+                state = TrainingState(given, [], _kinds(description["state"]), wanted.shares)
                 training.check_load(given, "zerocast.checkpoint.load")
                 training.ask(state, wanted)
                 states.append(state)
-            part.ask(said, wanted, manifest.ranks)
+            part.ask(description, wanted, manifest.ranks)
             values = ["value.options.", "value.extra."]
             values += [f"value.of_rank.{comm.rank}."] if is_own else []
             for name in manifest.tensors:
@@ -119,20 +120,20 @@ def _load(
         with _reading(path):
             fill(Path(path), manifest, wanted.shares)
             tensors = {name: share.local for name, share in wanted.shares.items()}
-            of_rank = decode(said["of_rank"][comm.rank], tensors) if is_own else None
-            steps = max(each["steps"] for each in said["optimizers"])
-            loaded = Loaded(decode(said["extra"], tensors), of_rank, steps, manifest.ranks)
+            of_rank = decode(description["of_rank"][comm.rank], tensors) if is_own else None
+            steps = max(each["steps"] for each in description["optimizers"])
+            loaded = Loaded(decode(description["extra"], tensors), of_rank, steps, manifest.ranks)
             for training, state in zip(trainings, states, strict=True):
-                state.groups = decode(state.said["options"], tensors)
+                state.groups = decode(state.description["options"], tensors)
                 training.check(state)
-            part.check(said, wanted.shares)
+            part.check(description, wanted.shares)
         place = Path(os.path.realpath(path))
     raise_together(comm, attempt.error)
     for training, state, number in zip(trainings, states, numbers, strict=True):
         training.restore(state)
         identity_of(training.optimizer).number = number
     identity_of(trainings[0].optimizer).seen[place].add(manifest.saved)
-    part.restore(said, wanted.shares)
+    part.restore(description, wanted.shares)
     return loaded
 
 

@@ -143,14 +143,14 @@ class MasterTraining(MasterHolder):
                     f"same on every rank, and {key} is neither; make it by torch.zeros_like(param)."
                 )
 
-    def check_load(self, said: Mapping[str, Any], call: str) -> None:
+    def check_load(self, description: Mapping[str, Any], call: str) -> None:
         """Raise :class:`InputError` for a state with averages, or of another mode than train."""
-        if said["averages"]:
+        if description["averages"]:
             raise InputError(
-                f"the checkpoint has averages of the masters, of decay {said['averages']}, "
+                f"the checkpoint has averages of the masters, of decay {description['averages']}, "
                 "which a torch optimizer cannot hold; load it into a ZeroOptimizer."
             )
-        if said["mode"] != "train":
+        if description["mode"] != "train":
             raise InputError(
                 "the checkpoint was saved in the mode of eval(), whose masters are averages; save "
                 "it after optimizer.train()."
@@ -166,7 +166,7 @@ class MasterTraining(MasterHolder):
         for name, gather in self._gathers.items():
             master: Any = to_local(self.parameters[name])
             given = {key: state.shares[f"recipe.{name}.{key}"].local for key in gather.state}
-            gather.load_state(given, master.value, is_due=name in state.said["due"])
+            gather.load_state(given, master.value, is_due=name in state.description["due"])
         kept = [self._kept(state, name) for name in self.parameters]
         places = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         groups = zip(state.groups, places, strict=True)

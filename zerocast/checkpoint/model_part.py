@@ -48,8 +48,8 @@ class ModelPart:
         self.model, self.comm = model, comm
         self._trained = {id(param) for each in trained for param in each.values()}
 
-    def put(self, said: dict[str, Any], shares: dict[str, Share]) -> None:
-        """Add the tensors to ``shares``, and names of differing ones to ``said``. Collective."""
+    def put(self, description: dict[str, Any], shares: dict[str, Share]) -> None:
+        """Add tensors to ``shares``, names of differing ones to ``description``. Collective."""
         with raising_together(self.comm):
             tensors = self._tensors()
             for module, name in self._stateful():
@@ -61,12 +61,12 @@ class ModelPart:
             {name for theirs in everyone for name in theirs.keys() | digests.keys()
              if theirs.get(name) != everyone[0].get(name)}
         )  # fmt: skip
-        said["by_rank"] = differing
+        description["by_rank"] = differing
         for name, tensor in tensors.items():
             place = f"{name}@{self.comm.rank}" if name in differing else name
             shares[place] = Share.of(tensor)
 
-    def ask(self, said: Mapping[str, Any], wanted: Wanted, ranks: int) -> None:
+    def ask(self, description: Mapping[str, Any], wanted: Wanted, ranks: int) -> None:
         """Add to ``wanted`` the tensors that ``ranks`` ranks have saved.
 
         Raises:
@@ -74,7 +74,7 @@ class ModelPart:
         """
         tensors = self._tensors()
         extra = {f"model.{name}{_EXTRA}" for _, name in self._stateful()}
-        by_rank = set(said["by_rank"])
+        by_rank = set(description["by_rank"])
         names = {
             name: name.rpartition("@")[0] for name in wanted.tensors if name.startswith("model.")
         }
@@ -101,31 +101,31 @@ class ModelPart:
             elif place in wanted.tensors:
                 wanted.ask_whole(place)
 
-    def check(self, said: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
+    def check(self, description: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
         """Raise :class:`InputError` if a layer cannot load its recipe state."""
         for module, name in self._stateful():
-            value = self._found(said, shares, f"model.{name}{_EXTRA}")
+            value = self._found(description, shares, f"model.{name}{_EXTRA}")
             if value is not None and isinstance(module, StatefulModule):
                 module.checked_extra_state(value)
 
     @torch.no_grad()
-    def restore(self, said: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
+    def restore(self, description: Mapping[str, Any], shares: Mapping[str, Share]) -> None:
         """Copy loaded tensors into the model. Exceptions of ``set_extra_state`` pass through."""
         for name, tensor in self._tensors().items():
-            local, value = to_local(tensor), self._found(said, shares, name)
+            local, value = to_local(tensor), self._found(description, shares, name)
             if value is not None and local.numel():
                 local.copy_(value)
         for module, name in self._stateful():
-            if (value := self._found(said, shares, f"model.{name}{_EXTRA}")) is not None:
+            if (value := self._found(description, shares, f"model.{name}{_EXTRA}")) is not None:
                 module.set_extra_state(value)
             elif isinstance(module, StatefulModule):
                 module.forget_extra_state()
 
     def _found(
-        self, said: Mapping[str, Any], shares: Mapping[str, Share], name: str
+        self, description: Mapping[str, Any], shares: Mapping[str, Share], name: str
     ) -> torch.Tensor | None:
         """Return the loaded value of a tensor; None if the checkpoint does not have it."""
-        place = f"{name}@{self.comm.rank}" if name in said["by_rank"] else name
+        place = f"{name}@{self.comm.rank}" if name in description["by_rank"] else name
         return shares[place].local if place in shares else None
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ def write_one_file(planned: Planned, comm: Communicator, device: torch.device) -
                 tensors[entry.key] = SavedTensor(entry.dtype, entry.shape, [chunk])
                 at += entry.num_bytes
             manifest = Manifest(
-                claim.saved, claim.run, comm.size, versions(), tensors, planned.said
+                claim.saved, claim.run, comm.size, versions(), tensors, planned.description
             )
             head, _ = header_of(entries, {KEY: manifest.to_text()})
             end = len(head)

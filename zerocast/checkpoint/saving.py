@@ -114,16 +114,16 @@ def _save(
     for training in trainings:
         training.prepare_save("zerocast.checkpoint.save")
         states.append(training.state())
-    attempt, lines, said, shares, own = Attempt(), list[str](), {}, dict[str, Share](), None
+    attempt, lines, description, shares, own = Attempt(), list[str](), {}, dict[str, Share](), None
     with attempt:
-        said = _put_states(states, shares)
-        said["extra"] = _encoded(dict(extra or {}), "value.extra", shares)
+        description = _put_states(states, shares)
+        description["extra"] = _encoded(dict(extra or {}), "value.extra", shares)
         own = _encoded(dict(of_rank or {}), f"value.of_rank.{comm.rank}", shares)
         for name, share in shares.items():
             if name.startswith("master."):
                 for piece in share.pieces.values():
                     check_numbers(f"the {name.replace('.', ' of ', 1)}", piece, finite=True)
-        common = {key: value for key, value in said.items() if key != "state"}
+        common = {key: value for key, value in description.items() if key != "state"}
         lines = [f"path {given}", f"{asynchronous=}", f"{replace=}"]
         lines += [f"{key} {json.dumps(value)}" for key, value in common.items()]
         lines += [
@@ -132,10 +132,16 @@ def _save(
             if name.startswith("value.extra")
         ]
     check_same(comm, lines, "every rank must save the same", attempt.error)
-    ModelPart(model, [each.parameters for each in trainings], comm).put(said, shares)
+    ModelPart(model, [each.parameters for each in trainings], comm).put(description, shares)
 
     planned = plan_save(
-        place, said, shares, own, [each.optimizer for each in trainings], comm, replace=replace
+        place,
+        description,
+        shares,
+        own,
+        [each.optimizer for each in trainings],
+        comm,
+        replace=replace,
     )
     if is_file:
         write_one_file(planned, comm, trainings[0].device)
@@ -154,19 +160,19 @@ def _put_states(states: Sequence[TrainingState], shares: dict[str, Share]) -> di
     ``optimizers`` has the description and options of each. ``state`` has, by weight and key, the
     kinds of optimizer state of the weights that this rank holds.
     """
-    said: dict[str, Any] = {"optimizers": [], "state": {}}
+    description: dict[str, Any] = {"optimizers": [], "state": {}}
     for i, each in enumerate(states):
         shares |= each.shares
         given = _encoded(each.groups, f"value.options.{i}", shares)
-        said["optimizers"].append({**each.said, "options": given})
+        description["optimizers"].append({**each.description, "options": given})
         for name, kinds in each.kinds.items():
-            said["state"][name] = {
+            description["state"][name] = {
                 key: {"value": _encoded_state(name, key, kind["value"])}
                 if isinstance(kind, dict)
                 else kind
                 for key, kind in kinds.items()
             }
-    return said
+    return description
 
 
 def _encoded(value: Any, name: str, shares: dict[str, Share]) -> Any:

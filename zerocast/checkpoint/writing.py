@@ -40,14 +40,14 @@ class Planned:
 
     Attributes:
         claim: the save, its run, and the place that it replaces.
-        said: the description of the training for the manifest, in JSON values.
+        description: the description of the training for the manifest, in JSON values.
         kinds: the dtype and shape of every tensor.
         pieces: by rank, the pieces that it writes; a piece that several ranks have is written once.
         shares: this rank's share of each tensor.
     """
 
     claim: Claim
-    said: dict[str, Any]
+    description: dict[str, Any]
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     pieces: list[list[TensorPiece]]
     shares: dict[str, Share]
@@ -55,7 +55,7 @@ class Planned:
 
 def plan_save(
     path: Path,
-    said: dict[str, Any],
+    description: dict[str, Any],
     shares: dict[str, Share],
     of_rank: Any,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -69,17 +69,19 @@ def plan_save(
     head = claim.saved, [each.number for each in identities]
     held = [(name, share.dtype, share.shape, list(share.pieces)) for name, share in shares.items()]
     heads, states, of_ranks, everyone = zip(
-        *comm.all_gather_object((head, said["state"], of_rank, held)), strict=True
+        *comm.all_gather_object((head, description["state"], of_rank, held)), strict=True
     )
     claim.saved, numbers = heads[0]
     claim.run = run_of(numbers)
-    for identity, number, optimizer in zip(identities, numbers, said["optimizers"], strict=True):
+    for identity, number, optimizer in zip(
+        identities, numbers, description["optimizers"], strict=True
+    ):
         identity.number = optimizer["identity"] = number
     state: dict[str, dict[str, Any]] = {}
     for by_name in states:
         for name, kinds in by_name.items():
             state.setdefault(name, {}).update(kinds)
-    common = {**said, "state": state, "of_rank": list(of_ranks)}
+    common = {**description, "state": state, "of_rank": list(of_ranks)}
     with raising_together(comm):
         kinds, pieces = _divided(everyone)
     return Planned(claim, common, kinds, pieces, shares)
@@ -168,7 +170,7 @@ def write_beside(planned: Planned, comm: Communicator) -> PendingSave:
 
 def _begun(planned: Planned, comm: Communicator) -> DirectorySave:
     """Begin a save, and return it. Collective."""
-    save = DirectorySave(planned.claim, versions(), planned.said)
+    save = DirectorySave(planned.claim, versions(), planned.description)
     with raising_together(comm):
         if comm.rank == 0:
             save.begin()
@@ -235,11 +237,11 @@ def _said(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[
                     f"s. Every rank must see the directory {claim.path}."
                 )
             pause = min(2 * pause, 0.25)
-        said = json.loads(read_text(note))
-        if "error" in said:
-            failed.append(f"rank {rank} could not write its part: {said['error']}.")
+        content = json.loads(read_text(note))
+        if "error" in content:
+            failed.append(f"rank {rank} could not write its part: {content['error']}.")
             continue
-        parts.append(Part(said["file"] and FileInfo(**said["file"]), said["starts"]))
+        parts.append(Part(content["file"] and FileInfo(**content["file"]), content["starts"]))
     if failed:  # no rank is still writing
         raise ZerocastError(" ".join(failed))
     return parts
@@ -249,8 +251,8 @@ def _note(claim: Claim, rank: int) -> Path:
     return claim.path / f"{claim.prefix}-rank{rank:05}.json"
 
 
-def _put_note(note: Path, said: dict[str, Any]) -> None:
+def _put_note(note: Path, content: dict[str, Any]) -> None:
     """Write a note atomically: other ranks see all of it or nothing."""
     draft = note.with_suffix(".draft")
-    write_file(draft, json.dumps(said).encode())
+    write_file(draft, json.dumps(content).encode())
     draft.replace(note)

@@ -58,9 +58,9 @@ class Attempt:
         return True
 
 
-def raise_together(comm: Communicator, error: ZerocastError | None, said: bool = False) -> bool:
+def raise_together(comm: Communicator, error: ZerocastError | None, flag: bool = False) -> bool:
     """Collective: raise on every rank of ``comm`` if any has an ``error``, else on none; return
-    whether any passed ``said=True``.
+    whether any passed ``flag=True``.
 
     While no rank has an error it costs an all-reduce of one int32.
 
@@ -68,7 +68,7 @@ def raise_together(comm: Communicator, error: ZerocastError | None, said: bool =
         ZerocastError: on all ranks, of the lowest failing rank's type, with one message that lists
             the errors by rank. On a group of one rank the error as it is.
     """
-    return _highest(comm, [int(said)], error) != [0]
+    return _highest(comm, [int(flag)], error) != [0]
 
 
 @contextmanager

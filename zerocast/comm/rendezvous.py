@@ -70,10 +70,10 @@ class ThreadWorld:
                 state = "has returned" if rank in self._returned else "did not come"
                 state = f"raised {self._raised[rank]}" if rank in self._raised else state
             states.setdefault(state, []).append(rank)
-        said = "; ".join(f"{name(ranks)} {state}" for state, ranks in states.items())
+        text = "; ".join(f"{name(ranks)} {state}" for state, ranks in states.items())
         self._break(
             PeerTimeoutError,
-            f"{what} did not end within the communicator's timeout of {self.timeout:g} s: {said}.",
+            f"{what} did not end within the communicator's timeout of {self.timeout:g} s: {text}.",
         )
 
     def look_for_deadlock(self) -> None:
@@ -87,12 +87,12 @@ class ThreadWorld:
             listed = "; ".join(f"rank {rank} raised {text}" for rank, text in why.items())
             self._break(PeerFailedError, f"no rank can go on: {listed}.")
             return
-        said = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states)[:8])
+        text = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states)[:8])
         more = f"; and {self.size - 8} more" if self.size > 8 else ""
         self._break(
             RankMismatchError,
             f"every rank of a group must call the same collectives in the same order, but no rank "
-            f"can go on: {said}{more}.",
+            f"can go on: {text}{more}.",
         )
 
     def check(self, rank: int) -> None:
@@ -172,10 +172,10 @@ def one_error(errors: dict[int, BaseException], released: set[int]) -> BaseExcep
     """Return the lowest rank's own error, with different ones of other ranks as its context."""
     own = [errors[rank] for rank in sorted(errors) if rank not in released]
     own = own or [errors[min(errors)]]  # the rank that raised first may be stuck
-    chain, said = _chain(own[0]), {repr(own[0])}
+    chain, texts = _chain(own[0]), {repr(own[0])}
     for error in own[1:]:
-        if repr(error) not in said:
-            said.add(repr(error))
+        if repr(error) not in texts:
+            texts.add(repr(error))
             chain[-1].__context__, chain[-1].__suppress_context__ = error, False
             chain = _chain(own[0])
     return own[0]

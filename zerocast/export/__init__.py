@@ -17,7 +17,8 @@ from zerocast.export.dialects import Dialect, TensorScale
 from zerocast.export.export_report import ExportReport
 from zerocast.export.exported_weights import Export
 from zerocast.export.known_dialects import DIALECTS
-from zerocast.export.pretrained import decode_tensors, load_pretrained, save_pretrained
+from zerocast.export.pretrained import save_pretrained
+from zerocast.export.pretrained_loading import decode_tensors, load_pretrained
 
 __all__ = [
     "DIALECTS",

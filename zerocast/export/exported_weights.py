@@ -8,8 +8,7 @@ two buckets, never the model; see "Note: two buckets" in :mod:`zerocast.export.s
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -19,6 +18,7 @@ from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.comm import Attempt, Group, as_communicator, raise_together, raising_together
 from zerocast.comm.uncopied import Uncopied
 from zerocast.errors import InputError, UnsupportedError, ZerocastError
+from zerocast.export.bucket_tensors import named_tensors
 from zerocast.export.configuration import Configuration, check_ties, check_weights_are_read
 from zerocast.export.dialects import Dialect
 from zerocast.export.entries import (
@@ -34,7 +34,6 @@ from zerocast.export.entries import (
     planned_weights,
     renamed,
     stored_tensors,
-    whole,
 )
 from zerocast.export.entry_groups import AmaxGroups
 from zerocast.export.experts import has_place, matrix_entries
@@ -50,9 +49,8 @@ from zerocast.export.stages import (
     in_turn,
     largest_shares,
 )
-from zerocast.export.tp_parts import check_part, tp_part, whole_weights
+from zerocast.export.tp_parts import check_part, tp_part
 from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
-from zerocast.export.unusable_values import check_finite, check_tensor_scale
 from zerocast.export.unwrapping import unwrapped
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
@@ -60,7 +58,7 @@ from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_plain
 from zerocast.sharded.placement import is_sharded, reshard, to_local
-from zerocast.tensors import QuantizedStorage, QuantizedTensor
+from zerocast.tensors import QuantizedTensor
 
 BUCKET_BYTES = 1 << 30
 """The default size of a bucket, whose tensors are whole on a rank at once, in bytes."""
@@ -313,7 +311,9 @@ class Export(Uncopied):
         """Start the gather of the weights that ``plan`` has cast. The returned function waits for
         it, and returns all tensors of ``bucket``.
         """
-        return functools.partial(self._tensors, bucket, plan.start_gather() if plan else dict)
+        return functools.partial(
+            named_tensors, self.comm, self.dialect, bucket, plan.start_gather() if plan else dict
+        )
 
     def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:
         """Cast the weights of ``bucket`` and return their plan; None if none is cast."""
@@ -343,33 +343,3 @@ class Export(Uncopied):
         raise_together(self.comm, error)
         if plan is not None:
             plan.exchange()
-
-    @torch.no_grad()
-    def _tensors(
-        self, bucket: Sequence[Entry], gather: Callable[[], Mapping[str, QuantizedStorage]]
-    ) -> NamedTensors:
-        cast = dict(gather())
-        for entry in bucket:
-            if entry.recipe is not None and entry.name not in cast:
-                held: Any = entry.tensor
-                cast[entry.name] = held.quantized_storage
-        parts = {entry.name: entry.tp_shard for entry in bucket if entry.tp_shard is not None}
-        cast |= whole_weights({name: (cast.pop(name), part) for name, part in parts.items()})
-        tensors: NamedTensors = {}
-        judged: dict[str, torch.Tensor] = {}  # scales, and unquantized values
-        for entry in bucket:
-            if entry.recipe is None:
-                value = whole(entry.tensor, entry.dtype)
-                tensors |= entry.named(value)
-                if entry.is_value:
-                    judged[entry.name] = value
-                continue
-            storage, dialect = cast[entry.name], self.dialect.of(entry.name)
-            check_tensor_scale(entry.name, dialect, storage)
-            for part, tensor in dialect.encode(storage).items():
-                tensors[entry.stored_name(part)] = tensor
-                if part == dialect.scales:
-                    judged[entry.name] = tensor
-        with raising_together(self.comm):  # unquantized values may differ between ranks
-            check_finite(judged)
-        return tensors

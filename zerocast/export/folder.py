@@ -1,9 +1,10 @@
-"""The directory of an export: files that it must not hold already, and tokenizer files to copy."""
+"""The directory of an export: what it needs, files it must not hold, tokenizer files to copy."""
 
 import os
 import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,12 @@ def check_folder(drafts: Path) -> None:
 
 def _is_any_of(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def require_safetensors() -> None:
+    """Raise :class:`InputError` where the package safetensors is not installed."""
+    if find_spec("safetensors") is None:
+        raise InputError(
+            "a checkpoint that servers load needs the package safetensors, which is not installed; "
+            "pip install safetensors (transformers brings it, too)."
+        )

@@ -52,7 +52,7 @@ class TrainingState:
     """One rank's part of the state of an optimizer.
 
     Attributes:
-        said: the description of the optimizer and its progress, the same on every rank.
+        description: the description of the optimizer and its progress, the same on every rank.
         groups: the options of each param group.
         kinds: the kind of this rank's optimizer state, by weight and key: :data:`SHARD` for a
             tensor in the weight's shape, :data:`WHOLE` for another tensor, else
@@ -60,7 +60,7 @@ class TrainingState:
         shares: this rank's part of each tensor, by name.
     """
 
-    said: dict[str, Any]
+    description: dict[str, Any]
     groups: list[dict[str, Any]]
     kinds: dict[str, dict[str, Any]]
     shares: dict[str, Share]
@@ -193,8 +193,8 @@ class MasterHolder(ABC):
         """Raise on every rank if ``call``, a save, is not allowed on any. Collective."""
 
     @abstractmethod
-    def check_load(self, said: Mapping[str, Any], call: str) -> None:
-        """Raise if ``call``, a load of a state with the description ``said``, is not allowed."""
+    def check_load(self, description: Mapping[str, Any], call: str) -> None:
+        """Raise if ``call``, a load of a state with this ``description``, is not allowed."""
 
     @abstractmethod
     def restore(self, state: TrainingState) -> None:
@@ -213,8 +213,8 @@ class MasterHolder(ABC):
 
     def state(self) -> TrainingState:
         """Return the state that this rank saves, with the live tensors. Collective."""
-        said = {**self.described(), **self.progress()}
-        state = TrainingState(said, [options(group) for group in self.groups], {}, {})
+        description = {**self.described(), **self.progress()}
+        state = TrainingState(description, [options(group) for group in self.groups], {}, {})
         for weight in self.weights():
             kinds = state.kinds.setdefault(weight.name, {})
             if weight.master.pieces:
@@ -238,7 +238,7 @@ class MasterHolder(ABC):
         Raises:
             InputError: if the state is another optimizer's, or tensors are missing or wrong.
         """
-        check_described(saved.said, self.described())
+        check_described(saved.description, self.described())
         for weight in self.weights():
             name, held = weight.name, weight.master
             if held.pieces:
@@ -269,7 +269,7 @@ class MasterHolder(ABC):
         """
         check_equal("number of param groups", len(state.groups), len(self.groups))
         expected: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
-        averages = {average_key(decay) for decay in state.said["averages"]}
+        averages = {average_key(decay) for decay in state.description["averages"]}
         remedy = "load it into the optimizer of a model with the recipes that it had"
         for weight in self.weights():
             name, stepped = weight.name, weight.stepped

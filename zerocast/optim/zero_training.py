@@ -127,7 +127,7 @@ class ZeroTraining(MasterHolder):
         self.optimizer._progress.prepare(call)
         self.optimizer._inner.exchange_options(self.groups)
 
-    def check_load(self, said: Mapping[str, Any], call: str) -> None:
+    def check_load(self, description: Mapping[str, Any], call: str) -> None:
         """Raise if averages are in the weights, or a weight has been moved."""
         error = self.optimizer._progress.averages_error(call)
         if error := error or self._shards.moved_weight():
@@ -138,7 +138,7 @@ class ZeroTraining(MasterHolder):
         """Set masters, averages, options, inner state and the state of recipes, and cast."""
         optimizer, shards = self.optimizer, self._shards
         with optimizer._progress.changing():
-            for decay in state.said["averages"]:
+            for decay in state.description["averages"]:
                 optimizer._average(decay)
             for weight in self.weights():
                 name, shares = weight.name, state.shares
@@ -153,14 +153,14 @@ class ZeroTraining(MasterHolder):
                 group.update(theirs)
             inner = optimizer._inner
             kept = {i: state.kept(shards.weights[i].name) for i in inner.masters}
-            inner.load_state(kept, state.said["mode"], self.groups)
+            inner.load_state(kept, state.description["mode"], self.groups)
             if optimizer._owners:
                 optimizer._owners.fetch_masters()
-            due = state.said["due"]
+            due = state.description["due"]
             optimizer._publication.run(
                 due=[i for i, weight in enumerate(shards.weights) if weight.name in due]
             )
-            optimizer._progress.steps = state.said["steps"]
+            optimizer._progress.steps = state.description["steps"]
         optimizer._gradients.drop()
 
     # --- state dicts ---
@@ -172,7 +172,7 @@ class ZeroTraining(MasterHolder):
         for i, weight in enumerate(shards.weights):
             groups[weight.group]["params"].append(i)
         zero = {
-            **state.said,
+            **state.description,
             **self._origin,
             "pieces": {n: (s.shape, list(map(tuple, s.pieces))) for n, s in state.shares.items()},
             "kinds": state.kinds,
@@ -330,7 +330,7 @@ class SavedOptimizer(ShardedOptimizer):
         with attempt:
             training.check_load({}, "load_state_dict")
             state = training.read(state_dict)
-            lines = [f"{name} {state.said[name]}" for name in ("steps", "mode", "averages")]
+            lines = [f"{name} {state.description[name]}" for name in ("steps", "mode", "averages")]
             lines += option_lines(state.groups)
         required = "every rank must load a state of the same step"
         check_same(self.comm, lines, required, attempt.error)

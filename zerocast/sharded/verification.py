@@ -177,17 +177,17 @@ def _message(by_rank: Sequence[Sequence[str]]) -> str:
         held = [each.get((name, field), "missing") for each in values]
         if len(set(held)) > 1:
             found.setdefault(name, {})[field] = _who_holds_what(held)
-    told = [
+    reports = [
         f"{name}: {', '.join(f'{field} ({who})' for field, who in fields.items())}"
         for name, fields in itertools.islice(found.items(), _WEIGHTS_NAMED)
     ]
-    more = len(found) - len(told)
+    more = len(found) - len(reports)
     others = f"; and {more} weights more" if more else ""
     fields = {field for each in found.values() for field in each}
     codes = {"rowwise_data", "columnwise_data"}
     only_codes = bool(fields & codes) and fields <= codes | {"columnwise_scale_inv"}
     return (
-        f"{required}these differ: {'; '.join(told)}{others}. "
+        f"{required}these differ: {'; '.join(reports)}{others}. "
         f"{_NOT_GATHERED if only_codes else _NOT_SHARED}"
     )
 
