@@ -7,8 +7,7 @@ all-reduce of two integers. It detects whatever makes the bytes of one rank diff
 another: a flipped bit, a stale scale, codes that were not gathered or were stored at the wrong
 place, a rank with another recipe or step. It does not detect wrong bytes that all ranks have
 gathered: bytes that their owner cast wrongly, or that changed in its memory before the gather.
-Copies that each rank derives itself are not compared. Digests are read from memory after the
-gather, so they are of what ranks hold when they compare.
+Copies that each rank derives are not compared. Digests are read from memory after the gather.
 
 ``"full"`` also takes one weight of each group in each cast (all in turn, in an order that depends
 on the step number). The ranks gather its masters; each casts it whole by the reference and

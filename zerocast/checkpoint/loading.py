@@ -97,8 +97,8 @@ def _load(
             if len(description["optimizers"]) != len(trainings):
                 raise InputError(
                     f"as many optimizers must be loaded together as were saved, "
-                    f"{len(description['optimizers'])}, got {len(trainings)}; give a list of all of "
-                    f"them."
+                    f"{len(description['optimizers'])}, got {len(trainings)}; give a list of "
+                    f"all of them."
                 )
             numbers = [each["identity"] for each in description["optimizers"]]
             if manifest.run != run_of(numbers):
