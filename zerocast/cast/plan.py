@@ -82,9 +82,10 @@ class CastPlan(Uncopied):
             See :mod:`zerocast.cast.amax_buffers`.
         verify: "off", or what ranks compare after each gather: a "hash" of all bytes, or for "full"
             also a whole cast of one weight. See :mod:`zerocast.cast.verified`.
-        scope: what each cast checks for moved memory: every "tensor", or one tensor of each
-            "storage". Use "storage" only if no other code has the masters, and torch counts their
-            writes.
+        scope: which tensors each call checks for moved memory. "tensor": all. "storage": one of
+            each storage, which is right only if no other code has the tensor objects of masters
+            and buffers. The maker of such a plan, :class:`zerocast.optim.ZeroOptimizer`, itself
+            refuses weights that were replaced, and lets torch count the writes of a cast.
 
     Attributes:
         pipeline: the steps of :meth:`cast`; a profiler runs them one by one instead.
