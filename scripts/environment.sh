@@ -50,17 +50,7 @@ environment() {
     stage "build" install_zerocast "$extras"
 }
 
-make_without_skips() {
-    local said
-    said=$(python -m pytest -q -m integration "$@" 2>&1) || {
-        printf '%s\n' "$said"
-        return 1
-    }
-    printf '%s\n' "$said"
-    ! grep -Eq '[0-9]+ skipped' <<<"$said"
-}
-
-environment() {
+make_environment() {
     local directory=$1 python=${PYTHON:-python3}
     if [ -x "$directory/bin/pip" ]; then
         return

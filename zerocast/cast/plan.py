@@ -33,8 +33,6 @@ from zerocast.numerics import AdamWUpdate
 from zerocast.tensors.ledger import Scope, check_scope
 from zerocast.tensors.untraced import untraced
 
-_run_untraced = untraced(lambda step: step())
-
 
 class CastPlan(Uncopied):
     """A cast of sharded masters into quantized model weights, prepared once.
