@@ -193,7 +193,7 @@ ALONE = {
     "csr": (lambda n: torch.ones(32, n // 32).to_sparse_csr(), "to_dense"),
     "mkldnn": (lambda n: torch.ones(n).to_mkldnn(), "to_dense"),
     "negative": (lambda n: torch._neg_view(torch.ones(n)), "resolve_neg"),
-    "freed": (lambda n: freed(torch.ones(n)), "given back"),
+    "freed": (lambda n: freed(torch.ones(n)), "storage was freed"),
 }
 MASTERS = {
     f"a master that is {name}": wrong(master(make), "model_weights[0]", text, **MEMORY)
@@ -251,8 +251,8 @@ SHARD_ROWS = {
         "are owned by no rank.", **SHARDS),
     "a shard's master of another dtype": wrong(
         arguments(dtype=torch.float64),
-        "w: the master weight must be contiguous, on the weight's device cpu, with memory of its "
-        "own, and of torch.float32, torch.bfloat16 or torch.float16, got torch.float64; convert it "
+        "w: the master weight must be contiguous, with allocated storage on the weight's device "
+        "cpu, and of torch.float32, torch.bfloat16 or torch.float16, got torch.float64; convert it "
         "first.", calls=("shards",), on=((3, 4),)),
     "a shard's master of another size": wrong(
         arguments(masters=[torch.ones(5)]),
@@ -347,9 +347,9 @@ CASTS = {
         entry("master_weights", 0, torch.ones(5)),
         "the plan was made for a master of 1536 elements, got 5", calls=CAST_LATER, on=((1, 2),)),
     "names that are no texts": wrong(
-        arguments(names=["a", 3]), "names[1] must be a text, got 3", calls=("plan",)),
+        arguments(names=["a", 3]), "names[1] must be a string, got 3", calls=("plan",)),
     "names that are equal": wrong(
-        arguments(names=["a", "a"]), "names must give each weight another name, got ['a']",
+        arguments(names=["a", "a"]), "names must give each weight a unique name, got ['a']",
         calls=("plan",)),
     "groups of another number": wrong(
         arguments(group=[None]), "one entry for each of the 2 model_weights, got 1",
@@ -383,8 +383,8 @@ OPTIMIZERS = {
     **{f"weights without memory: {name}": weights_of_optimizer(
         lambda comm, make=make: [("w", torch.nn.Parameter(make()))], words)
        for name, words, make in (
-           ("freed", "given back", lambda: freed(torch.ones(8, 8))),
-           ("freed and turned", "given back", lambda: freed(torch.ones(8, 4).t())),
+           ("freed", "storage was freed", lambda: freed(torch.ones(8, 8))),
+           ("freed and turned", "storage was freed", lambda: freed(torch.ones(8, 4).t())),
            ("a wrapper", "TwoTensor", lambda: TwoTensor(torch.ones(4), torch.ones(4))),
            ("signs", "resolve_neg", lambda: torch._neg_view(torch.ones(4))),
        )},
@@ -421,7 +421,7 @@ PLAN_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"names": NAMES, "amax_groups": [["*.wq", "*.wk"], ["*.wq"]]}, "got a.wq in two of them"),
     "a group that is no list": (
         {"names": NAMES, "amax_groups": ["*.wq"]}, "amax_groups[0] must be a list of patterns"),
-    "groups without names": ({"amax_groups": [["*.wq"]]}, "got no names"),
+    "groups without names": ({"amax_groups": [["*.wq"]]}, "needs the names of the weights"),
     "a group of two recipes": (
         {"names": NAMES, "amax_groups": [["*.wq", "*.wk"]]},
         "must have one recipe and one dtype"),

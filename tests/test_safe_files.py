@@ -177,7 +177,7 @@ def test_a_directory_of_pieces_is_read(tmp_path: Path) -> None:
     (found,) = told([directory(tmp_path / "dcp")])
     assert found.code == 0
     assert found.out.splitlines()[2].split() == ["w", "4x4", "float32", "64", "1", "0.00", "%"]
-    assert "1 entries are no tensors: n." in found.out
+    assert "1 entries are not tensors: n." in found.out
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -345,7 +345,7 @@ def test_nothing_is_waited_for(tmp_path: Path) -> None:
     said = in_child(refusals, cases)
     assert said is not None, "one was waited for"
     for case, error in zip(PIPES, said, strict=True):
-        assert "a regular file must be read" in error, case
+        assert "is not a regular file" in error, case
 
 
 # --- what is printed ---
@@ -418,7 +418,7 @@ def test_what_a_fault_file_says_is_that_of_its_tensors(fault: Path) -> None:
     header |= {f"held/{i}": header["master"] for i in range(100_000)}
     text = json.dumps(header).encode()
     fault.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    cases.append((fault, "behind the tensor before it"))
+    cases.append((fault, "overlaps the tensor before it"))
     for (_, text), error in zip(cases, refused([c for c, _ in cases], "reproduce"), strict=True):
         assert text in error
 
@@ -434,7 +434,7 @@ def test_deltas_of_dtypes_that_cannot_be_held(dtype: torch.dtype) -> None:
         [whole_segment(data)], since=None, version=1, total=int(digest(data)), shape=[4],
         dtype=dtype,
     )  # fmt: skip
-    with pytest.raises(DeltaError, match="damaged on its way"):
+    with pytest.raises(DeltaError, match="damaged in transfer"):
         receiver.apply_delta("w", delta)
     assert not receiver.tensors
 
@@ -447,7 +447,7 @@ def test_deltas_of_shapes_that_torch_has_not() -> None:
         [whole_segment(data)], since=None, version=1, total=int(digest(data)), shape=shape,
         dtype=torch.uint8,
     )  # fmt: skip
-    with pytest.raises(DeltaError, match="damaged on its way"):
+    with pytest.raises(DeltaError, match="damaged in transfer"):
         Receiver().apply_delta("w", delta)
 
 

@@ -62,13 +62,13 @@ def check_number(name: str, value: object) -> float:
 def check_text(name: str, value: object) -> str:
     """Check that the value is a string that UTF-8 can encode."""
     if not isinstance(value, str):
-        raise InputError(f"{name} must be a text, got {shown(value)}.")
+        raise InputError(f"{name} must be a string, got {shown(value)}.")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{name} must be a text that UTF-8 can write, got {shown(value)}; a lone surrogate is "
-            f"no character."
+            f"{name} must be a string that UTF-8 can encode, got {shown(value)}; remove lone "
+            "surrogates."
         ) from error
     return value
 
@@ -77,8 +77,10 @@ def check_names(name: str, values: Sequence[str]) -> None:
     """Check that the names under which weights are saved and sent are unique."""
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
-        remedy = "put what tells them apart before it, such as the name of its model"
-        raise InputError(f"{name} must give each weight another name, got {twice}; {remedy}.")
+        remedy = "add a prefix, such as the name of its model"
+        raise InputError(
+            f"{name} must give each weight a unique name, got {twice} more than once; {remedy}."
+        )
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
@@ -172,19 +174,17 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if kind.__torch_dispatch__ is not _HOLDS_MEMORY:
         return (
-            f"a {kind.__name__}, which only stands for other tensors; give a plain tensor: "
-            ".to_local() of a DTensor, an FP32 master in place of a quantized weight"
+            f"a {kind.__name__}, which wraps other tensors; give a plain tensor: .to_local() of a "
+            "DTensor, an FP32 master in place of a quantized weight"
         )
     if (problem := _why_not_dense(tensor)) is not None:
         return problem
     if torch._is_functional_tensor(tensor):
         return _TRANSFORMED
     if tensor.is_meta:
-        return "a tensor on the meta device, which holds no values; move it by to_empty and fill it"
+        return "a tensor on the meta device, which holds no values; call to_empty and fill it"
     if tensor.is_neg() or tensor.is_conj():
-        return (
-            "a view whose signs torch changes when it reads it; call .resolve_neg().resolve_conj()"
-        )
+        return "a view with the negative or conjugate bit set; call .resolve_neg().resolve_conj()"
     return _why_cut(tensor)
 
 
@@ -195,7 +195,7 @@ def _why_cut(tensor: torch.Tensor) -> str | None:
     held = tensor.untyped_storage().nbytes()
     if tensor.numel() and held < needed:
         return (
-            f"a tensor of {tensor.numel()} elements whose memory was given back or cut, {held} of "
+            f"a tensor of {tensor.numel()} elements whose storage was freed or resized, {held} of "
             f"{needed} bytes; give one that holds its values"
         )
     return None

@@ -40,7 +40,7 @@ def open_regular(path: Path) -> IO[bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"a regular file must be read, and {path} is none; give a file.")
+        raise InputError(f"{path} is not a regular file; give one.")
     return os.fdopen(descriptor, "rb")
 
 

@@ -247,7 +247,7 @@ def test_parallel_linears_get_codes_of_one_plane(gpt):
 
 def test_layers_that_are_named_stay(gpt):
     """By names and by patterns; a name that fits no layer is refused with nothing changed."""
-    with pytest.raises(InputError, match="'haed', which fits none of"):
+    with pytest.raises(InputError, match="'haed', which matches none of"):
         zerocast.adapters.megatron.quantize_linears(gpt, "block", skip=["head", "haed"])
     assert in_codes(gpt) == []
     zerocast.adapters.megatron.quantize_linears(gpt, "block", skip=["head", "*.mlp"])

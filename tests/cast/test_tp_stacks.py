@@ -157,4 +157,4 @@ def test_rows_of_each_matrix_are_of_weights_with_matrices() -> None:
         message = message_of(
             zerocast.InputError, TensorParallelShard, shape, dim, 0, 16, comm, per_matrix=True
         )
-        assert "per_matrix is for rows of each matrix" in message
+        assert "per_matrix needs rows of each matrix" in message

@@ -121,7 +121,7 @@ def test_a_step_that_fails_leaves_no_weight_that_can_be_read(phase, overlap):
         except Exception as e:
             error = e
         told = message_of(UnfinishedStepError, param.dequantize)
-        assert "all-gather has begun and not ended" in told
+        assert "all-gather has started and not completed" in told
         assert message_of(UnfinishedStepError, optimizer.state_dict)
         if comm.rank == 1:
             raise error

@@ -307,7 +307,7 @@ def test_whoever_gathers_other_masters_judges_nobody(mode: str, folder: Path) ->
         return message_of(VerificationError, each.step)
 
     message = one_message(run_ranks("in_process", 3, on_rank))
-    assert "rank 1 gathered other bytes of it than its owners sent" in message
+    assert "rank 1 gathered other bytes of its master than the owners sent" in message
     assert "holds" not in message
     assert not list(folder.iterdir())
 
@@ -327,8 +327,8 @@ def test_the_likely_cause_of_a_difference() -> None:
     assert "it is stale there" in stale
     assert "shard of rank 2, the first of 7 elements" in stale
     everywhere = _message(weight, [(others, ""), (others, ""), (others, "")])
-    assert "its owner, too, holds other bytes: it cast under another recipe, " in everywhere
-    assert "or wrongly" in everywhere
+    assert "its owner holds other bytes as well: it used another recipe, " in everywhere
+    assert "or cast wrongly" in everywhere
     scale = _message(weight, [(replace(own, count=2, owner=-1), "")])
     assert "the first of 2 elements" in scale
     assert "of the shard" not in scale
@@ -453,9 +453,9 @@ def test_a_damaged_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
     (file,) = folder.iterdir()
     data = file.read_bytes()
     damaged = {
-        b"": "is damaged or something else",
-        data[:-1]: "does not lie inside",
-        data[:100]: "is damaged or something else",
+        b"": "is damaged or of another kind",
+        data[:-1]: "is outside of the file",
+        data[:100]: "is damaged or of another kind",
         data.replace(b"zerocast fault 1", b"zerocast fault 2"): "its format is 'zerocast fault 2'",
         data.replace(b'numerics version\\": ', b'numerics version\\": 9'): "install the version",
         data.replace(b"NVFP4BlockScaling", b"NVFP4BlockScalinG"): "cannot be repeated",
@@ -484,8 +484,8 @@ def test_a_master_that_has_lost_its_memory_is_refused(folder: Path) -> None:
         return message_of(InputError, each.plan.all_gather)
 
     for message in run_in_process(2, on_rank):
-        assert "must stay as it was cast" in message
-        assert "memory was given back" in message
+        assert "must not change between the cast" in message
+        assert "storage was freed" in message
     assert not list(folder.iterdir())
 
 

@@ -110,14 +110,14 @@ def reshape(given: Any) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no manifest": (lambda p: (p / MANIFEST).unlink(), "holds no checkpoint: there is no"),
+    "no manifest": (lambda p: (p / MANIFEST).unlink(), "holds no checkpoint: "),
     "nothing": (lambda p: shutil.rmtree(p), "holds no checkpoint"),
     "cut manifest": (
         lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text()[:-9]),
         "or its manifest is damaged",
     ),
     "bit of the manifest": (lambda p: flip(p / MANIFEST, 0.5), "manifest.*damaged"),
-    "edited": (lambda p: change(p, content(steps=9), honest=False), "its digest is another"),
+    "edited": (lambda p: change(p, content(steps=9), honest=False), "its digest differs"),
     "foreign": (lambda p: (p / MANIFEST).write_text('{"a": 1}'), "not a checkpoint of zerocast"),
     "a list": (lambda p: (p / MANIFEST).write_text("[1]"), "not a checkpoint of zerocast"),
     "newer": (
@@ -133,7 +133,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bit of a tensor": (lambda p: flip(part(p), 0.6), "is damaged between bytes 0 and"),
     "exchanged files": (
         lambda p: part(p, 0).write_bytes(part(p, 0).read_bytes()[::-1]),
-        "says it holds must be those of its checkpoint",
+        "must be those of its checkpoint, and differ",
     ),
     "a missing tensor": (
         lambda p: change(p, lambda g: g["content"]["tensors"].pop("master.layer.2")),
@@ -141,7 +141,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a missing piece": (
         lambda p: change(p, lambda g: g["content"]["tensors"]["master.layer.2"]["chunks"].pop()),
-        "the pieces of master.layer.2 are not each of its elements once",
+        "the pieces of master.layer.2 do not cover each of its elements once",
     ),
     "another shape": (lambda p: change(p, reshape), "the pieces of master.layer.3 are not"),
     "another recipe": (
@@ -158,7 +158,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "outside": (
         lambda p: change(p, lambda g: g["content"]["files"][0].update(name="../c.safetensors")),
-        "'../c.safetensors' is not a file beside it",
+        "'../c.safetensors' is not a file in its directory",
     ),
     "beyond the file": (
         lambda p: change(p, lambda g: pieces(g)[0].__setitem__(1, 1 << 40)),
@@ -170,11 +170,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a piece twice": (
         lambda p: change(p, lambda g: pieces(g).__setitem__(-1, pieces(g)[0])),
-        r"the pieces of master.layer.\d are not each of its elements once",
+        r"the pieces of master.layer.\d do not cover each of its elements once",
     ),
     "no digests": (
         lambda p: change(p, lambda g: g["content"]["files"][0]["digests"].clear()),
-        "it has not a digest for each block of",
+        "it does not have a digest for each block of",
     ),
     "nested": (
         lambda p: (p / MANIFEST).write_text("[" * 100_000),
@@ -201,7 +201,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another identity": (
         lambda p: change(p, content(identity="0" * 16)),
-        "damaged, .*its run is another",
+        "damaged, .*its run number differs",
     ),
     "state that is missing": (
         lambda p: change(p, lambda g: g["content"]["training"]["state"]["layer.0"].pop("exp_avg")),
@@ -232,7 +232,7 @@ def test_every_bit_of_one_file_counts(checkpoint: Path, tmp_path: Path) -> None:
     for _ in range(100):
         for places, text in (
             ((start, len(whole)), "is damaged between bytes"),
-            ((whole.index(b"}, ") + 3, start), "says it holds must|damaged"),
+            ((whole.index(b"}, ") + 3, start), "must be those of its checkpoint|damaged"),
         ):
             data = bytearray(whole)
             data[draw.randrange(*places)] ^= 1 << draw.randrange(8)
@@ -272,19 +272,19 @@ def test_places_that_are_taken_and_wrong_arguments(checkpoint: Path, tmp_path: P
     """A save does not stand among other files; what cannot be saved says why."""
     optimizer = Training(None).optimizer
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"holds 'notes.txt', which no save of zerocast"):
+    with pytest.raises(InputError, match="holds 'notes.txt', which zerocast did not save"):
         save(tmp_path, optimizer)
-    with pytest.raises(InputError, match="needs a directory, and .* is none"):
+    with pytest.raises(InputError, match="must be a directory for a checkpoint"):
         save(tmp_path / "notes.txt", optimizer)
-    with pytest.raises(InputError, match="one file is written at once"):
+    with pytest.raises(InputError, match="one file must not be a directory"):
         save(tmp_path / "c.safetensors", optimizer, asynchronous=True)
     with pytest.raises(InputError, match="asynchronous must be True or False"):
         save(tmp_path / "c", optimizer, asynchronous=1)  # type: ignore[arg-type]
     plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     for call in (save, load):
-        with pytest.raises(InputError, match="or by a torch optimizer and, as model"):
+        with pytest.raises(InputError, match="or a torch optimizer and, as model"):
             call(checkpoint / "c", plain)
-        with pytest.raises(InputError, match="or by a torch optimizer and, as model"):
+        with pytest.raises(InputError, match="or a torch optimizer and, as model"):
             call(checkpoint / "c", None)
         with pytest.raises(InputError, match="must step parameters of the given model"):
             call(checkpoint / "c", plain, torch.nn.Linear(2, 2))

@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_write_at_all_is_raised_at_once(
         assert load(tmp_path / "c", training.optimizer).steps == 0
 
     run_in_process(3, body)
-    assert "beside the training failed" in caplog.text
+    assert "in the background failed" in caplog.text
 
 
 def test_what_a_user_saves_comes_back(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_a_user_saves_comes_back(tmp_path: Path) -> None:
         assert torch.equal(loaded.of_rank["generator"], own["generator"])
         with pytest.raises(InputError, match=r"every rank must save the same: .*extra"):
             save(tmp_path, training.optimizer, extra={"at": comm.rank})
-        with pytest.raises(InputError, match=r"value.extra.f must be made of .*, got a function"):
+        with pytest.raises(InputError, match=r"value.extra.f must consist of .*, got a function"):
             save(tmp_path, training.optimizer, extra={"f": make})
 
     run_in_process(2, body)
@@ -318,7 +318,7 @@ def test_the_rest_of_a_model_is_saved_with_it(tmp_path: Path, alike: bool) -> No
         model = others[comm.size][comm.rank]
         optimizer = zerocast.optim.ZeroOptimizer([("layer", model.layer.weight)], group=comm)
         if comm.size == 3 and not alike:
-            with pytest.raises(InputError, match="mean was saved by 2 ranks, each with a value"):
+            with pytest.raises(InputError, match="mean was saved by 2 ranks with different"):
                 load(tmp_path, optimizer, model)
             return
         load(tmp_path, optimizer, model)

@@ -67,7 +67,7 @@ def test_a_command_overwrites_nothing_unless_asked(
         with monkeypatch.context() as patch:
             patch.setattr(module, work, lambda *given, **options: pytest.fail("worked"))
             assert main([*arguments, str(output)]) == 2
-        assert "exists; give another, or --overwrite" in capsys.readouterr().err
+        assert "exists; choose another file, or give --overwrite" in capsys.readouterr().err
         assert (written.lstat().st_ino, written.lstat().st_mtime_ns) == before
         assert not (tmp_path / "nowhere").exists()
         if written.exists():
@@ -109,7 +109,7 @@ def test_no_command_writes_to_what_it_reads(tmp_path, model, quick, way, option,
         output = {"itself": read, "another path": read.parent / ".." / read.parent.name / read.name}
         before = read.read_bytes()
         assert main([*arguments, str(output.get(way, other)), *option]) == 2
-        assert "is what the command reads" in capsys.readouterr().err
+        assert "is read by the command" in capsys.readouterr().err
         assert read.read_bytes() == before
         other.unlink(missing_ok=True)
 

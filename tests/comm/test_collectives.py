@@ -341,7 +341,7 @@ def test_every_communicator_refuses_the_same_arguments(comm):
         with pytest.raises(InputError, match=message):
             call(comm)
     if comm.size > 1:
-        message = f"takes a multiple of {comm.size} elements, one equal part a rank, got "
+        message = f"takes a multiple of {comm.size} elements, one equal part per rank, got "
         with pytest.raises(InputError, match=message):
             comm.all_gather_(torch.zeros(3 * comm.size + 1))
         with pytest.raises(InputError, match=message):

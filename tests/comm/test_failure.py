@@ -46,7 +46,7 @@ def test_threads_give_up_after_the_timeout():
         over.set()
     assert message == (
         "all_reduce_max_ on torch.int32 [3] did not end within the communicator's timeout of "
-        "0.5 s: ranks 0, 2 waited in it; rank 1 did not come."
+        "0.5 s: ranks 0, 2 waited in it; rank 1 did not call it."
     )
     assert told[0][0] == told[2][0] == message
     waited = sorted(told[rank][1] for rank in (0, 2))  # who came second waits with the first
@@ -85,8 +85,8 @@ SAID = {
     "a rank that does not answer": (
         {0: RankState(TIMED_OUT, 7, CALL), 2: RankState(TIMED_OUT, 7, CALL)},
         PeerTimeoutError,
-        " within the communicator's timeout of 9 s: ranks 0, 2 waited in it; rank 1 neither came "
-        "nor answered.",
+        " within the communicator's timeout of 9 s: ranks 0, 2 waited in it; rank 1 neither called "
+        "it nor answered.",
     ),
     "a rank in another collective": (
         {
@@ -96,7 +96,7 @@ SAID = {
         },
         PeerTimeoutError,
         f" within the communicator's timeout of 9 s: rank 0 waited in it; rank 1 waited in {OTHER},"
-        " collective 6; rank 2 came later.",
+        " collective 6; rank 2 called it later.",
     ),
     "a rank that raised": (
         {0: RankState(TIMED_OUT, 7, CALL), 1: RankState(RAISED, 6, "OSError: disk full")},
@@ -111,7 +111,7 @@ SAID = {
     "a lost connection": (
         {0: RankState(DISCONNECTED, 7, CALL)},
         PeerFailedError,
-        ": rank 0 waited in it; ranks 1, 2 neither came nor answered.",
+        ": rank 0 waited in it; ranks 1, 2 neither called it nor answered.",
     ),
 }
 

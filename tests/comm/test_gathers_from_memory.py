@@ -157,7 +157,7 @@ def test_memory_that_is_not_the_hosts_is_the_transports(monkeypatch: pytest.Monk
     ("fault", "seen", "by_faulty"),
     [
         ("raises", "PeerFailedError: .*rank 1 raised OSError: planted", "OSError: planted"),
-        ("is late", "PeerTimeoutError: .*rank 1 neither came", "PeerTimeoutError"),
+        ("is late", "PeerTimeoutError: .*rank 1 neither called", "PeerTimeoutError"),
         ("fails to copy", "PeerFailedError: .*rank 1 raised MemoryError: planted", "MemoryError"),
         ("gathers less", "RankMismatchError: .*all_gather_ of", "RankMismatchError"),
     ],

@@ -233,7 +233,7 @@ def test_a_mismatch_is_told_on_every_rank(what):
 def test_a_rank_that_returns_early_is_missed():
     """Ranks that wait for one that has returned are told so, instead of waiting for ever."""
     message = (
-        "no rank can go on: rank 0 has returned; rank 1 waits in barrier; rank 2 waits in barr"
+        "no rank can continue: rank 0 has returned; rank 1 waits in barrier; rank 2 waits in barr"
     )
     with pytest.raises(RankMismatchError, match=message):
         run_in_process(3, lambda comm: comm.barrier() if comm.rank else None)

@@ -88,7 +88,7 @@ def test_a_rank_that_is_stopped_is_named_after_the_timeout(job: Job, serving: in
     os.kill(stopped.process.pid, signal.SIGSTOP)
     said = other.line(3 + 10 + 20)
     assert said.startswith("PeerTimeoutError: ")
-    assert "timeout of 3 s: rank 0 neither came nor answered; rank 1 waited in it." in said
+    assert "timeout of 3 s: rank 0 neither called it nor answered; rank 1 waited in it." in said
     assert other.process.wait(60) == 0
 
 
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_is_noticed_at_once(job: Job, serving: int) -> Non
     """Long before the timeout, whether it serves the store or not."""
     killed, other = job.start(["forever", "forever"], serving, timeout=600)
     killed.process.kill()
-    assert re.match(r"PeerFailedError: .*rank 0 neither came nor answered", other.line(30))
+    assert re.match("PeerFailedError: .*rank 0 neither called it nor answered", other.line(30))
     assert other.process.wait(60) == 0
 
 

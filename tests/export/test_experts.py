@@ -218,9 +218,9 @@ def test_trained_bytes_that_lie_the_other_way_round_are_refused(tmp_path):
     recipe = zerocast.MXFP4BlockScaling(enable_2d_quantization=True)
     zerocast.nn.convert(trained, recipe, **OF_EXPERTS)
     assert message_of(InputError, save_pretrained, trained, tmp_path, dialect="gpt-oss/mxfp4") == (
-        "transposed.down_proj keeps its matrices as [in, out], and the checkpoint has scales along "
-        "the other side than MXFP4BlockScaling(enable_2d_quantization=True); give "
-        "from_masters=True to cast its masters turned."
+        "transposed.down_proj has matrices [in, out], and the checkpoint needs scales along the "
+        "other dimension than MXFP4BlockScaling(enable_2d_quantization=True); give "
+        "from_masters=True to cast transposed masters."
     )
 
 
@@ -231,8 +231,8 @@ def test_trained_blocks_that_two_projections_share_are_refused(tmp_path):
     assert message_of(
         InputError, save_pretrained, trained, tmp_path, dialect="compressed-tensors/nvfp4"
     ) == (
-        "experts.gate_up_proj has two projections of 24 rows, between which blocks of 16 rows do "
-        "not end; give from_masters=True to cast each by itself."
+        "experts.gate_up_proj has two projections of 24 rows, and a block of 16 rows has rows of "
+        "both; give from_masters=True to cast each separately."
     )
 
 

@@ -127,14 +127,14 @@ def test_experts_of_which_a_part_is_in_codes_are_refused(dialect, tmp_path):
     zerocast.nn.convert(model, "mxfp8", include=include, filter_fqns=["lm_head"])
     module = "model.layers.0.mlp.experts"
     assert message_of(InputError, save_pretrained, model, tmp_path, dialect=dialect) == (
-        f"{module}.down_proj is not in codes, and servers of {dialect} would build it so: all of "
-        f"{module} alike; convert all of them, or none."
+        f"{module}.down_proj is not quantized, and servers of {dialect} treat all of {module} "
+        "alike; convert all of them, or none."
     )
     layers = torch.nn.ModuleList(torch.nn.ModuleDict({"up": torch.nn.Linear(64, 64)}) for _ in "ab")
     listed = torch.nn.ModuleDict({"experts": layers})
     zerocast.nn.convert(listed, "mxfp8", filter_fqns=["experts.1"])
     message = message_of(InputError, save_pretrained, listed, tmp_path, dialect=dialect)
-    assert message.startswith("experts.1.up.weight is not in codes, and servers")
+    assert message.startswith("experts.1.up.weight is not quantized, and servers")
     assert not any(tmp_path.iterdir())
 
 

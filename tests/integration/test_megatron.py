@@ -150,7 +150,7 @@ def test_what_is_not_served_is_refused_by_name():
     out = output_of(on_torchrun_ranks(1, HERE / "refused_by_megatron.py"))
     for way, reason in {
         "two_planes": "holds one plane of codes.*enable_2d_quantization=True",
-        "masters_in_bf16": "masters that Megatron-Core holds.*keeps masters to itself",
+        "masters_in_bf16": "masters that Megatron-Core holds.*does not expose its masters",
         "values_in_buffers": "reuse_grad_buf_for_mxfp8_param_ag=True.*leave it False",
         "layer_wise": "got its layer-wise one.*shard='matrix'",
         "undistributed": "use_distributed_optimizer=True",

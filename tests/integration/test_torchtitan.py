@@ -19,9 +19,9 @@ pytestmark = [
 PROGRAM = Path(__file__).with_name("train_by_torchtitan.py")
 
 REFUSED = {
-    ("delayed", "eager"): "torchtitan computes activations again in the backward",
-    ("rowwise_with_gw_hp", "eager"): "'rowwise' quantizes those, too",
-    ("mxfp8_rceil_wgrad_with_hp", "eager"): "'mxfp8_rceil' quantizes those, too",
+    ("delayed", "eager"): "torchtitan recomputes activations in the backward",
+    ("rowwise_with_gw_hp", "eager"): "'rowwise' quantizes those as well",
+    ("mxfp8_rceil_wgrad_with_hp", "eager"): "'mxfp8_rceil' quantizes those as well",
     ("mxfp8_cublas", "eager"): "'mxfp8_cublas_rceil' is that scheme",
     **{
         (recipe, f"{mode}/full_dtensor"): "Choose 'spmd_types' or 'partial_dtensor'"

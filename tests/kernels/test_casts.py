@@ -528,7 +528,7 @@ def test_copies_of_several_squares(make, rows, cols):
          "whole bytes, got 5 columns"),
         ("forward", Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(8, 40, 1, 20)),
                            ScaleLayout(BlockGrid(8, 40, 8, 1))),
-         "blocks of one column beside blocks of one row, 16"),
+         "blocks of one column, the other of one"),
     ],
 )  # fmt: skip
 @needs_emulation

@@ -295,9 +295,9 @@ def test_tables_are_not_sent_in_a_capture(gpu, monkeypatch) -> None:
     """Making a plan, and binding masters, inside of a capture is refused with the other way."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     table = torch.zeros(WORDS + 1, dtype=torch.int64)
-    with pytest.raises(BackendError, match="must be made, and a tensor of a new shape"):
+    with pytest.raises(BackendError, match="launches for a new shape, must be prepared"):
         gpu.launcher.upload(table)
-    with pytest.raises(BackendError, match="masters must be bound before a CUDA graph"):
+    with pytest.raises(BackendError, match="masters must be given before a CUDA graph"):
         gpu.launcher.refresh(table, table)
 
 

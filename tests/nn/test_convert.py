@@ -89,7 +89,7 @@ def test_a_filter_that_matches_nothing_is_refused_with_near_names():
     assert str(raised.value) == (
         "each part of a name in filter_fqns must be in one of the model's names, got 'lm_haed', "
         "which is in none of them (near it: lm_head, lm_head.bias, lm_head.weight); correct it, or "
-        "take it out. 'auto_filter_small_kn' filters by size."
+        "remove it. 'auto_filter_small_kn' filters by size."
     )
     assert type(model["lm_head"]) is nn.Linear
 
@@ -105,7 +105,7 @@ def test_a_function_says_which_layers_are_converted():
     report = convert(model, NVFP4, filter_fqns=wanted)
     assert seen == [(name, nn.Linear) for name in ("block.up", "block.down", "head")]
     assert report.converted == ("block.up",)
-    assert report.left["head"] == "the function that was given as filter_fqns says so"
+    assert report.left["head"] == "filter_fqns, a function, excludes it"
 
 
 class Adapted(nn.Module):

@@ -124,7 +124,7 @@ def test_assigning_keeps_the_parameter():
 def test_a_class_that_is_called_as_a_parameter_is_refused():
     """As accelerate's init_empty_weights calls it."""
     weight = converted(RECIPES["block"], "quantized")[0].weight
-    with pytest.raises(zerocast.UnsupportedError, match=r"zerocast\.nn\.convert after it"):
+    with pytest.raises(zerocast.UnsupportedError, match=r"zerocast\.nn\.convert afterwards"):
         type(weight)(weight.to("meta"), requires_grad=True)
 
 

@@ -239,7 +239,7 @@ DAMAGES = {
     "amax group": (weight("shares_amax", ["layer.0"]), "same shares_amax of layer.0"),
     "rank": (in_zero(rank=0), "rank 1 of 2 must load the state dict .* got that of rank 0 of 2"),
     "ranks": (in_zero(world_size=4), "got that of rank 1 of 4"),
-    "no weights": (lambda saved: saved["zero"].pop("weights"), "under zero must be as it was"),
+    "no weights": (lambda saved: saved["zero"].pop("weights"), "entry zero of a state dict"),
     "no pieces": (honest(lambda zero: zero.pop("pieces")), "KeyError: 'pieces'"),
     "no zero": (holds(zero=None), "NoneType"),
     "no state": (holds(state=None), "NoneType"),
@@ -260,11 +260,11 @@ DAMAGES = {
         r"state.layer.\d.step in .* must be a plain tensor of 1 elements, got 3 elements",
     ),
     "another step": (in_zero(steps=3), "a state of the same step: rank 0 has 'steps 2' where rank"),
-    "steps alone": (lambda s: s["zero"].update(steps=3), "under zero must be as it was saved"),
-    "averages alone": (lambda s: s["zero"].update(averages=[0.5]), "under zero must be as it"),
+    "steps alone": (lambda s: s["zero"].update(steps=3), "entry zero of a state dict must"),
+    "averages alone": (lambda s: s["zero"].update(averages=[0.5]), "entry zero of a state dict"),
     "groups": (in_zero(groups=2), "number of param groups: it was saved with 2"),
     "another key": (holds(x=1), "needs what ZeroOptimizer.state_dict.. returned"),
-    "another key of zero": (lambda s: s["zero"].update(x=1), "under zero must be as it was saved"),
+    "another key of zero": (lambda s: s["zero"].update(x=1), "entry zero of a state dict must"),
     "a longer master": (
         damaged("master", lambda t: torch.cat([t, t[:5]])),
         r"master.layer.\d in a state dict must be a plain tensor of \d+ elements, got \d+ elem",
@@ -330,7 +330,7 @@ DAMAGES = {
     "boxes of text": (boxes(lambda each: ["x", *each[1:]]), "TypeError"),
     "a box before the first element": (
         boxes(lambda each: [(tuple(o - 5 for o in each[0][0]), each[0][1]), *each[1:]]),
-        r"this rank needs elements of master.layer.\d which the given state has not",
+        r"this rank needs elements of master.layer.\d which the given state lacks",
     ),
     "scale nan": (
         remembered(lambda t: t * torch.nan),

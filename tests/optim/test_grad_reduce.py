@@ -164,7 +164,7 @@ def test_ranks_that_make_other_numbers_of_passes_are_told_so(
         return said
 
     for made, said in zip(passes, run_ranks(comm_kind, 3, attempt), strict=True):
-        assert "as many backward passes between two steps" in said
+        assert "equally many backward passes between two steps" in said
         seen = range(min(passes), made + 1)  # whole ones, when it hears of the others
         assert any(f"this rank {n} so far" in said for n in seen), said
 
@@ -235,7 +235,7 @@ def test_gradients_after_clipping_are_refused(comm: Communicator) -> None:
         t.optimizer.clip_grad_norm_(1.0)
         if again:
             run_backward(t.params, comm.rank, 1)
-            with pytest.raises(InputError, match="more have come since; call optimizer.clip"):
+            with pytest.raises(InputError, match="gradients were added since; call optimizer.clip"):
                 t.optimizer.step()
             assert_same_lists(t.masters(), before, "after the refusal")
             t.optimizer.zero_grad()

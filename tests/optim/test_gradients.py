@@ -167,7 +167,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(value: floa
 
     for norm_type in (2.0, math.inf):
         message = one_message(run_in_process(3, partial(clip, norm_type=norm_type)))
-        assert "look for the loss that gave them" in message
+        assert "find the loss that caused it" in message
 
 
 def test_a_norm_type_must_be_positive() -> None:

@@ -280,7 +280,7 @@ def test_two_models_need_names_of_their_own(comm: Communicator) -> None:
     memory = [model.weight.rowwise_data.data_ptr() for model in models]
     for given in ([*pairs[0], *pairs[1]], groups):
         message = message_of(InputError, lambda each=given: ZeroOptimizer(each, group=comm))
-        assert "params must give each weight another name, got ['weight']" in message
+        assert "params must give each weight a unique name, got ['weight']" in message
     assert memory == [m.weight.rowwise_data.data_ptr() for m in models]
     models[1].weight.requires_grad_(False)  # is left out, and so is its name
     ZeroOptimizer([*pairs[0], *pairs[1]], group=comm)

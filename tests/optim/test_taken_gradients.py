@@ -62,7 +62,7 @@ def test_a_taken_gradient_is_refused_where_it_is_used(use: str) -> None:
     params, optimizer = made()
     loss_of(params, 1.0).backward()
     assert not whole_gradients(params)
-    with pytest.raises(InputError, match="optimizer.clip_grad_norm_, forget gradients by"):
+    with pytest.raises(InputError, match="optimizer.clip_grad_norm_, drop gradients with"):
         USES[use](params[0].grad)
     assert repr(params[0].grad) == "TakenGradient(shape=(64,), dtype=torch.float32)"
     optimizer.step()

@@ -212,9 +212,8 @@ def test_the_blocks_of_nvfp4_by_role():
 # --- what cannot be meant ---
 
 RHT = (
-    "the random Hadamard transform is not available, got {}: it smooths activations and gradients "
-    "of NVFP4 training and is never applied to weights, which zerocast is about; leave it disabled "
-    "(disable_rht=True)."
+    "the random Hadamard transform is not available, got {}: it applies to activations and "
+    "gradients of NVFP4 training, never to weights; leave it disabled (disable_rht=True)."
 )
 OF_NO_USE = "which this recipe does not know; leave it out."
 REFUSED = [
@@ -256,7 +255,7 @@ REFUSED = [
     (InputError, partial(NVFP4BlockScaling, nvfp4_4over6="weights"),
      "disable_2d_quantization", [True],
      "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D quantization; "
-     "leave one of them."),
+     "change one of them."),
     (InputError, QParams, "scale_formula", ["amax / 448"],
      "scale_formula must be 'reciprocal', 'quotient' or 'inverse first', got {!r}."),
     (InputError, partial(Float8CurrentScaling, use_power_2_scales=True), "fp8_quant_fwd_weight",

@@ -183,7 +183,7 @@ def test_members_that_are_not_sharded_alike_are_refused(comm):
         "fully_shard must shard them over the same ranks, got layers.0.weight over "
     )
     end = (
-        "; call it on all their layers, or modules around them, with one mesh, or leave one out of "
+        "; call it on all their layers, or modules around them, with one mesh, or remove one from "
         "amax_groups."
     )
     assert ignored.startswith(start)
@@ -194,7 +194,7 @@ def test_members_that_are_not_sharded_alike_are_refused(comm):
     assert dtypes == (
         "weights of one amax group are cast together, so they must be gathered in one dtype, got "
         "torch.bfloat16 for layers.0.weight and torch.float16 for layers.1.weight; give their "
-        "modules one MixedPrecisionPolicy, or leave one out of amax_groups."
+        "modules one MixedPrecisionPolicy, or remove one from amax_groups."
     )
 
 

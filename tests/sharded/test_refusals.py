@@ -74,9 +74,9 @@ def test_resharding_to_fewer_ranks_is_refused_by_the_first_gather(comm, recipe):
         model.set_reshard_after_forward(True)
         model(batch()).backward()
     assert message == (
-        "layers.0.weight: after a forward torch's FSDP2 can keep all of a weight that was "
-        "all-gathered in codes, or this rank's rows, got an int for reshard_after_forward, by "
-        "which it would keep the rows of several ranks; give fully_shard True or False."
+        "layers.0.weight: reshard_after_forward must be True or False for a weight that FSDP2 "
+        "all-gathers in codes, got an int, which keeps the rows of several ranks after a forward; "
+        "give fully_shard True or False."
     )
 
 
@@ -142,9 +142,9 @@ def test_a_model_that_is_sharded_already_is_not_converted(comm):
     assert set(convert(filter_fqns=["layers"]).left) == {"layers.0", "layers.1"}
     assert set(convert(low_bit_all_gather=False).left) == {"layers.0", "layers.1"}
     assert message_of(InputError, convert) == (
-        "weights='master' needs layers whose weights are whole, got layers.0, whose weight is "
-        "sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave the "
-        "layer out by filter_fqns or include."
+        "weights='master' needs layers whose weights are not sharded, got layers.0, whose weight "
+        "is sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave "
+        "the layer out by filter_fqns or include."
     )
     assert type(model.layers[0]) is torch.nn.Linear
     left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left
@@ -174,9 +174,9 @@ def test_a_recipe_that_casts_the_transpose_is_refused():
     recipe, model = VARIANTS["nvfp4-1x16"], Bank((48,))
     convert = zerocast.nn.convert
     assert message_of(InputError, convert, model, recipe, weights="master") == (
-        f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows from "
-        f"shards of the master, got {recipe}, which casts the transposed tensor; give weights "
-        f"blocks of two dimensions."
+        "a weight that is all-gathered in codes needs a recipe whose columnwise copy follows from "
+        f"shards of the master, got {recipe}, which casts the transposed tensor; choose 2-D blocks "
+        "for weights."
     )
     assert type(model.layers[0]) is torch.nn.Linear
 

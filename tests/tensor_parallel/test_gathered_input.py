@@ -118,8 +118,8 @@ def test_a_gather_in_high_precision_is_refused(comm):
     parallelize_module(layer, mesh_of(comm.size), Float8ColwiseParallel(input_layouts=Shard(1)))
     assert message_of(zerocast.InputError, layer, batch()) == (
         "Float8ColwiseParallel of wq gathers its input in codes, which needs "
-        "zerocast.autocast(enabled=True) around the forward and an input with elements, got "
-        "one without the other or neither; for forwards in high precision use torch's style."
+        "zerocast.autocast(enabled=True) around the forward and an input with elements, and at "
+        "least one is missing; for forwards in high precision use torch's style."
     )
     with zerocast.autocast(recipe=RECIPES["mxfp8"]):
         under = message_of(zerocast.UnsupportedError, layer, batch())
@@ -169,7 +169,7 @@ def test_layers_that_were_not_converted_are_refused(comm):
         "zerocast.nn.convert first, or use ColwiseParallel."
     )
     assert module == (
-        "PrepareFloat8ModuleInput needs a zerocast.nn.Linear that says how the input is "
+        "PrepareFloat8ModuleInput needs a zerocast.nn.Linear that determines how the input is "
         "quantized, got none: the module is Linear; convert the model by zerocast.nn.convert "
         "first, or use PrepareModuleInput."
     )

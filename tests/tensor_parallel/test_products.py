@@ -59,7 +59,7 @@ def test_weights_that_hold_codes_are_refused_when_split(comm):
     """parallelize_module on a layer with quantized weights raises, on every rank."""
     model = pair(CURRENT, "quantized")
     assert message_of(zerocast.UnsupportedError, split, model, mesh_of(comm.size)) == (
-        "up: a weight that holds codes cannot be tensor-parallel, for it was cast whole and an "
+        "up: a weight that holds codes cannot be tensor-parallel, because it was cast whole and an "
         "optimizer would need its master; convert the model with weights='master', or with "
         "'high_precision' and zerocast.autocast, before it is parallelized."
     )

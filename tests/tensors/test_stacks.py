@@ -116,7 +116,7 @@ def test_gradients_reach_a_stack_through_its_matrices():
     [
         (
             lambda: zerocast.NVFP4BlockScaling(per_matrix=False),
-            r"NVFP4BlockScaling\(per_matrix=False\) is not served: a block lies in one matrix",
+            r"NVFP4BlockScaling\(per_matrix=False\) is not supported: a block lies in one matrix",
         ),
         (
             lambda: zerocast.empty(

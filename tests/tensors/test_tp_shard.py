@@ -360,7 +360,7 @@ def test_a_pickled_part_asks_for_its_group():
     assert_same_bytes(loaded.rowwise_data, weight.rowwise_data, "codes")
     assert str(loaded.quantized_storage.tp_shard) == str(tp_shard)
     message = (
-        r"^rows \[0, 32\) of \(32, 32\) was saved and loaded, and a group cannot be; give it one "
+        r"^rows \[0, 32\) of \(32, 32\) was loaded, and a group cannot be saved; give it one "
         r"before the weight is cast: weight\.quantized_storage\.tp_shard = "
         r"dataclasses\.replace\(tp_shard, comm=\.\.\.\)\.$"
     )

@@ -40,8 +40,8 @@ def backend_for(device: torch.device) -> Backend:
         return forced
     if forced not in ("reference", device.type):
         raise InputError(
-            f"the {forced} backend serves {forced.upper()} tensors, got a tensor on {device}; "
-            f"leave use_backend({forced!r})."
+            f"the {forced} backend takes {forced.upper()} tensors, got a tensor on {device}; leave "
+            f"the context use_backend({forced!r})."
         )
     return _named(forced, _index(device))
 

@@ -30,8 +30,8 @@ def is_mxfp8_available(return_reason: bool = False) -> Answer:
     lacks, capability = _lacks((10, 0), "MXFP8"), compute_capability()
     if capability is not None and capability >= (12, 0):
         lacks = (
-            f"MXFP8 products in all the directions that training needs are those of compute "
-            f"capability 10, and this device has {_text(capability)}."
+            "MXFP8 products in all directions that training needs require compute capability 10, "
+            f"and this device has {_text(capability)}."
         )
     return _answer(lacks, return_reason)
 

@@ -64,11 +64,11 @@ class CpuBackend(ReferenceBackend):
         available = native_library.instruction_sets(self._library)
         if isa is not None and isa not in available:
             raise BackendError(
-                f"isa must be one that the library has for this machine, {available}, got {isa!r}; "
-                "leave it out for the first of them."
+                f"isa must be one of {available}, which this machine supports, got {isa!r}; leave "
+                "it out for the first one."
             )
         if threads is not None and threads < 1:
-            raise BackendError(f"threads must be 1 or more, got {threads}; None follows torch.")
+            raise BackendError(f"threads must be 1 or more, got {threads}; None uses torch's.")
         self.isa = isa or available[0]
         self.threads = threads
 
@@ -243,8 +243,8 @@ def _check_candidate_blocks(operands: Operands) -> None:
     for grid in (operand.grid for operand in operands):
         if grid.block_h > 16 or grid.block_w > 16:
             raise BackendError(
-                f"the cpu backend has 4-over-6 for blocks of at most 16x16, got {grid.block_h}x"
-                f"{grid.block_w}; cast it under use_backend('reference')."
+                "the cpu backend supports 4-over-6 for blocks of at most 16x16, got "
+                f"{grid.block_h}x{grid.block_w}; cast it under use_backend('reference')."
             )
 
 

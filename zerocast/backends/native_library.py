@@ -25,9 +25,9 @@ returns its own from ``zerocast_cpu_interface()``.
 LIBRARY = "libzerocast_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 REMEDY = (
-    "install zerocast where a C++ compiler is at hand (pip install .), or build into a checkout: "
-    "cmake -S . -B build/native && cmake --build build/native && "
-    "cmake --install build/native --prefix ."
+    "install zerocast where a C++ compiler is available (pip install .), or build into a checkout: "
+    "cmake -S . -B build/native && cmake --build build/native && cmake --install build/native "
+    "--prefix ."
 )
 
 
@@ -45,7 +45,7 @@ def find_library() -> Path:
             return place
     tried = " nor ".join(map(str, places))
     raise BackendError(
-        f"the native library is not built: there is no {tried}. To have it, {REMEDY}."
+        f"the native library is not built: there is no {tried}. To build it, {REMEDY}."
     )
 
 

@@ -61,8 +61,8 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
     """
     if not _is_known(numerics):
         raise BackendError(
-            f"the {backend} backend has no code for {numerics}; cast it under "
-            f"use_backend('reference')."
+            f"the {backend} backend does not support {numerics}; cast it under "
+            "use_backend('reference')."
         )
     float8, delayed, mx, nvfp4 = [0] * 3, [0] * 2, [0], [0] * 4
     if isinstance(numerics, Float8Numerics):

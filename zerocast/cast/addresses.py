@@ -90,7 +90,7 @@ class Addresses:
             if (overlapped := self._ranges.overlapped_by(master)) is not None:
                 raise InputError(
                     f"{name}: the master weight must not share memory with what the cast writes, "
-                    f"got one that overlaps {overlapped}; give it memory of its own."
+                    f"got one that overlaps {overlapped}; give it separate memory."
                 )
 
     def _check_weights(self) -> None:
@@ -126,7 +126,7 @@ def _check_buffers(shard_spec: ShardSpec) -> None:
         if problem is not None:
             raise InputError(
                 f"{shard_spec.name}: {name} must be contiguous, {spec.dtype} {list(spec.shape)}, "
-                f"got {problem}. Move codes by zerocast.replace_raw_data only."
+                f"got {problem}. Move codes with zerocast.replace_raw_data only."
             )
 
 
@@ -149,8 +149,8 @@ class _Ranges:
         self._places, self._starts, self._ends = places.tolist(), starts.tolist(), ends.tolist()
         for at in (starts[1:] < ends[:-1]).nonzero().view(-1).tolist():
             raise InputError(
-                f"each weight of a cast must have memory of its own, got {self._named(at)} and "
-                f"{self._named(at + 1)} that overlap; give each its own slice "
+                f"the weights of a cast must not share memory, got {self._named(at)} and "
+                f"{self._named(at + 1)}, which overlap; give each its own slice "
                 "(zerocast.replace_raw_data)."
             )
 

@@ -141,7 +141,7 @@ def amax_group_labels(patterns: Patterns, names: Sequence[str]) -> list[str | No
                 label = f"{g}:{'|'.join(wildcards)}"
                 if labels[i] not in (None, label):
                     raise InputError(
-                        f"a weight can be in one amax group only, got {name} in two of them: "
+                        f"a weight must be in one amax group only, got {name} in two of them: "
                         f"{pattern!r} of amax_groups[{g}], and {labels[i]}."
                     )
                 labels[i] = label

@@ -38,9 +38,9 @@ def check_capture(
     for comm in comms:
         if not comm.captures(device):
             raise UnsupportedError(
-                f"a cast that is captured in a CUDA graph needs collectives without the host, got "
-                f"{comm}, whose host takes part in those on {device}; use torch.distributed with "
-                "NCCL, or capture forward and backward only."
+                "a cast that is captured in a CUDA graph needs collectives that run on the device, "
+                f"got {comm}, which uses the host for {device}; use torch.distributed with NCCL, "
+                "or capture forward and backward only."
             )
 
 

@@ -224,6 +224,6 @@ def _other_steps(comm: Communicator, step: int) -> RankMismatchError:
     """Return the error that names the steps of all ranks of ``comm``. Collective."""
     steps = dict(enumerate(comm.all_gather_object(step)))
     return RankMismatchError(
-        f"every rank must cast the masters of the same step, got, by rank, {steps}: a rank has "
-        f"left one out, or made one twice. Load the last checkpoint on every rank."
+        f"every rank must cast the masters of the same step, got steps {steps} by rank: a rank has "
+        "skipped or repeated one. Load the last checkpoint on every rank."
     )

@@ -82,7 +82,7 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
                 raise ValueError(f"{name} has a shape of {len(shape)} dimensions, or none")
             count = math.prod(shape)
             if first != end or not 0 <= count * dtype.itemsize == last - first <= len(data) - end:
-                raise ValueError(f"{name} does not lie inside of it, behind the tensor before it")
+                raise ValueError(f"{name} is outside of the file, or overlaps the tensor before it")
             end = last
             flat = torch.empty(0, dtype=dtype, device="cpu")
             if count:
@@ -90,7 +90,7 @@ def read_fault(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             tensors[name] = flat.view(shape)
     except Exception as error:  # whatever Python and torch raise for a damaged header
         raise InputError(
-            f"{path} must be a file that verify wrote, a {FORMAT!r}, and is damaged or something "
-            f"else: {type(error).__name__}: {error}."
+            f"{path} must be a file that verify wrote, {FORMAT!r}, and is damaged or of another "
+            f"kind: {type(error).__name__}: {error}."
         ) from error
     return fault, tensors

@@ -98,7 +98,7 @@ LARGEST_NVFP4 = FLT_MAX / E4M3.max
 _LARGEST_NVFP4_BITS = struct.unpack("<i", struct.pack("<f", LARGEST_NVFP4))[0]
 
 _TROUBLES = {
-    1: f"finite values above {LARGEST_NVFP4:.4g}, of which NVFP4 decodes infinities",
+    1: f"finite values above {LARGEST_NVFP4:.4g}, which NVFP4 decodes as infinities",
     2: "finite values that overflow {} to an infinity",
     3: "an infinity",
     4: "a NaN",

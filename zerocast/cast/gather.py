@@ -304,7 +304,7 @@ class CodeGather:
         if codes is None:
             raise InputError(
                 f"{self._specs[weight].name} must hold {self._plane} to receive the gathered "
-                "codes, and was made without; gather fsdp_shard_model_weights by yourself."
+                "codes, and was made without them; gather fsdp_shard_model_weights yourself."
             )
         return codes.view(-1)
 

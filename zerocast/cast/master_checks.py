@@ -20,8 +20,8 @@ def check_list(argument: str, given: Any, weights: Sized) -> None:
     is_list = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not is_list or isinstance(given, str | bytes | Mapping):
         raise InputError(
-            f"{argument} must be a list with one entry a weight, got {type(given).__name__}; wrap "
-            "a single entry in [...], and an iterator in list(...)."
+            f"{argument} must be a list with one entry per weight, got {type(given).__name__}; "
+            "wrap a single entry in [...], and an iterator in list(...)."
         )
     if len(given) != len(weights):
         raise InputError(
@@ -104,7 +104,7 @@ def check_master_tensor(name: str, storage: QuantizedStorage, master: torch.Tens
     problem = why_unusable(master, NOMINAL_DTYPES, storage.device)
     if problem is not None:
         raise InputError(
-            f"{name}: the master weight must be contiguous, on the weight's device "
-            f"{storage.device}, with memory of its own, and of torch.float32, torch.bfloat16 or "
-            f"torch.float16, got {problem}."
+            f"{name}: the master weight must be contiguous, with allocated storage on the weight's "
+            f"device {storage.device}, and of torch.float32, torch.bfloat16 or torch.float16, got "
+            f"{problem}."
         )

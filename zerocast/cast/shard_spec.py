@@ -87,7 +87,7 @@ def check_specs(
     grouped = not isinstance(amax_groups, list | tuple) or len(amax_groups) > 0
     if grouped and names is None:
         raise InputError(
-            "amax_groups are patterns of the weights' names, got no names; give the plan names."
+            "amax_groups needs the names of the weights, got none; give names to the plan."
         )
     labels = amax_group_labels(amax_groups, names or ())
     given = [weight for weight in model_weights if isinstance(weight, QuantizedTensor)]
@@ -106,7 +106,7 @@ def check_specs(
         if storage.device != first_device:
             raise InputError(
                 f"all weights of a cast must be on one device, got {specs[0].name} on "
-                f"{first_device} and {name} on {storage.device}; make one plan a device."
+                f"{first_device} and {name} on {storage.device}; make one plan per device."
             )
         own: Any = None if fsdp_shard_model_weights is None else fsdp_shard_model_weights[i]
         if isinstance(storage, OwnedShard):
@@ -135,8 +135,8 @@ def _check_weight(name: str, weight: torch.Tensor) -> QuantizedStorage:
     storage = weight.quantized_storage
     if storage.device.type == "meta":
         raise InputError(
-            f"{name} must hold bytes, got a weight on the meta device; move the module by to_empty "
-            "and plan after that."
+            f"{name} must have memory, got a weight on the meta device; call to_empty on the "
+            "module before the plan is made."
         )
     return storage
 
@@ -149,14 +149,14 @@ def check_castable(name: str, storage: QuantizedStorage, *, holds_codes: bool = 
     if Source.TRANSPOSED_MASTER in (plane.source for plane in storage.planes):
         raise InputError(
             f"{name}: under {storage.recipe} the columnwise copy is quantized from the transposed "
-            "tensor, of which no rank has a shard; make the weight with columnwise=False, or give "
-            "weights blocks of two dimensions."
+            "tensor, and ranks have no shards of that; make the weight with columnwise=False, or "
+            "choose 2-D blocks for weights."
         )
     if not (storage.is_whole if holds_codes else storage.has_scales):
         raise InputError(
-            f"{name} must hold rowwise codes and the state of {storage.recipe}, "
-            f"and holds {', '.join(storage.buffers)} only, as a quantizer makes tensors of a "
-            "layer's inputs; make weights with zerocast.quantize(tensor, recipe)."
+            f"{name} must hold rowwise codes and the state of {storage.recipe}, got "
+            f"{', '.join(storage.buffers)} only, as in a tensor that a quantizer made of a layer's "
+            "input; make weights with zerocast.quantize(tensor, recipe)."
         )
 
 
@@ -189,7 +189,7 @@ def _check_buffer(name: str, storage: QuantizedStorage, extent: Extent, codes: A
     if problem is not None:
         raise InputError(
             f"{name}: fsdp_shard_model_weights must be contiguous torch.uint8 on device "
-            f"{storage.device} with memory of their own, the {last - first} bytes of elements "
+            f"{storage.device} with allocated storage, the {last - first} bytes of elements "
             f"{extent}, got {problem}."
         )
 
@@ -247,7 +247,7 @@ def _check_matrices(grouped: Sequence[ShardSpec]) -> None:
             other, theirs = first.setdefault((spec.amax_group, what), (spec, mine))
             if mine != theirs:
                 raise InputError(
-                    f"weights of one amax group must all be matrices, or stacks of as many, of "
+                    "weights of one amax group must be matrices, or stacks of equally many, of "
                     f"which a rank has the same ones, got {other.name} ({what} {theirs}) and "
-                    f"{spec.name} ({what} {mine}); split them alike, or take one out of its group."
+                    f"{spec.name} ({what} {mine}); split them alike, or remove one from the group."
                 )

@@ -149,8 +149,8 @@ class Verification:
             if len({at for at, _ in by_rank}) > 1:
                 steps = ", ".join(f"rank {r} at {at}" for r, (at, _) in enumerate(by_rank))
                 error = VerificationError(
-                    f"all ranks must be at one step, and are not: {steps}; load the last "
-                    f"checkpoint on every rank."
+                    f"all ranks must be at the same step, got {steps}; load the last checkpoint on "
+                    "every rank."
                 )
             weights = self._weights.get(comm, ())
             names = [weight.name for weight in weights for _ in _compared(weight)]
@@ -167,8 +167,8 @@ class Verification:
                     error = self._judge(comm, i, step, names[1:]) or error
             if error is None and names:
                 error = VerificationError(
-                    f"ranks held different bytes of {names[0]}, and hold the right ones now: "
-                    f"something else wrote them meanwhile. Load the last checkpoint."
+                    f"ranks held different bytes of {names[0]}, and now hold the right ones: other "
+                    "code wrote it during the comparison. Load the last checkpoint."
                 )
         raise_in_all(self._comms, error)
 
@@ -203,8 +203,8 @@ class Verification:
             for k, shard in zip(places, shards, strict=True):
                 if shard is not None and (problem := why_no_memory(shard)) is not None:
                     raise InputError(
-                        f"{weights[k].name}: the master must stay as it was cast until the weights "
-                        f"are compared, got {problem}."
+                        f"{weights[k].name}: the master must not change between the cast and the "
+                        f"comparison, got {problem}."
                     )
         if attempt.error is not None:  # the other ranks wait for values
             shards = [None if shard is None else torch.zeros_like(shard) for shard in shards]
@@ -216,10 +216,10 @@ class Verification:
         sent = sum(owned for _, owned, _ in reports)
         if astray := [rank for rank, (*_, got) in enumerate(reports) if (got - sent) % 2**64]:
             return VerificationError(
-                f"{weight.name}: nobody can tell what its master is cast to, for "
-                f"{failure.name(astray)} gathered other bytes of it than its owners sent: what "
-                f"carries bytes between ranks changes them, or memory does. Do not go on with "
-                f"these weights; load the last checkpoint where bytes arrive as they were sent."
+                f"{weight.name}: its right bytes cannot be determined, because "
+                f"{failure.name(astray)} gathered other bytes of its master than the owners sent: "
+                "the transport or memory changes data. Do not use these weights; repair that, then "
+                "load the last checkpoint."
             )
         if all(each is None for each, *_ in reports):
             return None
@@ -285,23 +285,23 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
         more = f", the first of {found.count} elements that differ," * (found.count > 1)
         reports.append(
             f"{_ranks_hold(ranks)} {found.held} at element {list(found.place)} of "
-            f"{found.buffer}{owner}{more} where the cast of the whole master has {found.cast}"
+            f"{found.buffer}{owner}{more} where the unsharded cast has {found.cast}"
         )
-    rest = f"; {_ranks_hold(right)} what that cast has" if right else ""
+    rest = f"; {_ranks_hold(right)} the right bytes" if right else ""
     if all(found.owner not in (-1, *ranks) for found, ranks in ranks_of.items()):
-        cause = "the codes of other ranks were not gathered, or changed since"
+        cause = "the codes of other ranks were not gathered, or were changed since"
     elif right:
-        cause = "it is stale there or was changed, or cast under another recipe"
+        cause = "it is stale there, was changed, or was cast under another recipe"
     else:
         cause = (
-            "its owner, too, holds other bytes: it cast under another recipe, another master than "
-            "it has now, or wrongly, or what it cast was changed before it was gathered"
+            "its owner holds other bytes as well: it used another recipe, cast another master than "
+            "it has now, or cast wrongly, or the codes were changed before the gather"
         )
     files = [left for _, left in everyone if left]
     return (
-        f"{weight.name} {tuple(weight.storage.shape)} is not what its master is cast to: "
-        f"{'; '.join(reports)}{rest}: {cause}. Do not go on with these weights; load the last "
-        f"checkpoint. python -m zerocast reproduce FILE repeats the cast: {', '.join(files)}."
+        f"{weight.name} {tuple(weight.storage.shape)} differs from the cast of its master: "
+        f"{'; '.join(reports)}{rest}: {cause}. Do not use these weights; load the last checkpoint. "
+        f"python -m zerocast reproduce FILE repeats the cast: {', '.join(files)}."
     )
 
 

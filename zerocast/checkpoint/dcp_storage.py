@@ -76,8 +76,8 @@ class Writer(StorageWriter):
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 raise UnsupportedError(
-                    f"{item.index.fqn} is not a tensor, and would have to be pickled; give "
-                    "zerocast.checkpoint.save such values by extra."
+                    f"{item.index.fqn} is not a tensor, and would be pickled; pass such values to "
+                    "zerocast.checkpoint.save as extra."
                 )
         return plan
 

@@ -91,8 +91,8 @@ def header_of(
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
         raise InputError(
-            f"one file holds a header of at most {LARGEST_HEADER:,} bytes, got {len(text):,}; save "
-            f"into a directory, or less beside the tensors."
+            f"the header of one file must have at most {LARGEST_HEADER:,} bytes, got "
+            f"{len(text):,}; save into a directory, or save fewer values besides tensors."
         )
     head = len(text).to_bytes(LENGTH, "little") + text
     return head, [len(head) + end for end in ends[:-1]]
@@ -204,8 +204,8 @@ class VerifiedFile:
         }:  # fmt: skip
             self._file.close()
             raise InputError(
-                f"the tensors that {path} says it holds must be those of its checkpoint, and are "
-                f"others; it is damaged, or the manifest is. Load an earlier checkpoint."
+                f"the tensors listed in {path} must be those of its checkpoint, and differ; the "
+                "file or the manifest is damaged. Load an earlier checkpoint."
             )
 
     def __enter__(self) -> VerifiedFile:

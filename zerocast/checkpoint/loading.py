@@ -96,13 +96,12 @@ def _load(
         with _reading(path):
             if len(description["optimizers"]) != len(trainings):
                 raise InputError(
-                    f"as many optimizers must be loaded together as were saved, "
-                    f"{len(description['optimizers'])}, got {len(trainings)}; give a list of "
-                    f"all of them."
+                    f"all {len(description['optimizers'])} saved optimizers must be loaded "
+                    f"together, got {len(trainings)}; give a list of all of them."
                 )
             numbers = [each["identity"] for each in description["optimizers"]]
             if manifest.run != run_of(numbers):
-                raise ValueError("its run is another")
+                raise ValueError("its run number differs")
             for training, given in zip(trainings, description["optimizers"], strict=True):
                 state = TrainingState(given, [], _kinds(description["state"]), wanted.shares)
                 training.check_load(given, "zerocast.checkpoint.load")
@@ -159,6 +158,6 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except DAMAGED as error:
         raise InputError(
-            f"the checkpoint at {path} is damaged, or holds tensors and no training "
+            f"the checkpoint at {path} is damaged, or holds tensors and no training state "
             f"({type(error).__name__}: {error}); load an earlier checkpoint."
         ) from error

@@ -135,8 +135,8 @@ def read_manifest(path: Path) -> Manifest:
         version = given[KEY]
     except FileNotFoundError:
         raise InputError(
-            f"{path} holds no checkpoint: there is no {path / NAME}. A save that was killed before "
-            f"its end leaves none."
+            f"{path} holds no checkpoint: {path / NAME} does not exist. It is missing if a save "
+            "was killed before its end."
         ) from None
     except (OSError, *DAMAGED) as error:
         raise InputError(
@@ -151,9 +151,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         content = given["content"]
         if given["digest"] != _digest(content):
-            raise ValueError("its digest is another")
+            raise ValueError("its digest differs")
         if text != json.dumps(given):  # 1E-8 has the digest of 1e-8
-            raise ValueError("its text is not as it was saved")
+            raise ValueError("its text differs from what was saved")
         return _parsed(content, given["digest"])
     except DAMAGED as error:
         raise InputError(
@@ -181,11 +181,11 @@ def check_place(path: Path) -> None:
         ]  # fmt: skip
         if foreign:
             raise InputError(
-                f"a checkpoint needs a separate directory, and {path} holds {foreign[0]!r}, "
-                f"which no save of zerocast has put there; name another directory."
+                f"a checkpoint needs a separate directory, and {path} holds {foreign[0]!r}, which "
+                "zerocast did not save; choose another directory."
             )
     elif path.exists():
-        raise InputError(f"a checkpoint needs a directory, and {path} is none; name another.")
+        raise InputError(f"{path} must be a directory for a checkpoint; choose another path.")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -198,9 +198,9 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
     for file in files:
         begin, end = _counts([file.begin, file.num_bytes])
         if Path(file.name).name != file.name or file.name in ("", ".."):
-            raise ValueError(f"{file.name!r} is not a file beside it")
+            raise ValueError(f"{file.name!r} is not a file in its directory")
         if begin > end or len(file.digests) != math.ceil((end - begin) / BLOCK):
-            raise ValueError(f"it has not a digest for each block of {file.name}")
+            raise ValueError(f"it does not have a digest for each block of {file.name}")
     tensors = {}
     for name, given in content["tensors"].items():
         dtype, shape = _NAMED[given["dtype"]], _counts(given["shape"])
@@ -212,7 +212,7 @@ def _parsed(content: Mapping[str, Any], digest: str) -> Manifest:
                 raise ValueError(f"{name} is outside of its file")
             chunks.append(chunk)
         if not are_whole(shape, [chunk.box for chunk in chunks]):
-            raise ValueError(f"the pieces of {name} are not each of its elements once")
+            raise ValueError(f"the pieces of {name} do not cover each of its elements once")
         tensors[name] = SavedTensor(dtype, shape, chunks)
     ranks, training = _counts([content["ranks"]])[0], dict(content["training"])
     saved, run = str(content["saved"]), str(content["run"])

@@ -40,14 +40,14 @@ def trainings_of(
     if model is not None:
         check_module("model", model)
     if not optimizers:
-        raise InputError("a checkpoint is of one optimizer at least, got an empty list.")
+        raise InputError("a checkpoint needs at least one optimizer, got an empty list.")
     found = [_training_of(each, model, group, comm) for each in optimizers]
     names = set[str]()
     for training in found:
         if training.comm != comm:
             raise InputError(
                 "the optimizers of one checkpoint must have the same ranks, got two groups; give "
-                "each group a checkpoint of its own."
+                "each group a separate checkpoint."
             )
         if twice := sorted(names & training.parameters.keys()):
             raise InputError(
@@ -67,9 +67,9 @@ def _training_of(
         return ZeroTraining(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer) or model is None:
         raise InputError(
-            f"a training is saved and loaded by its zerocast.optim.ZeroOptimizer, or by a torch "
-            f"optimizer and, as model, the model whose masters it steps, got "
-            f"{type(optimizer).__name__} and {type(model).__name__}."
+            "a checkpoint needs a zerocast.optim.ZeroOptimizer, or a torch optimizer and, as "
+            f"model, the model whose masters it steps, got {type(optimizer).__name__} and "
+            f"{type(model).__name__}."
         )
     reshard(model)
     return MasterTraining(model, optimizer, as_communicator(group))

@@ -50,15 +50,15 @@ class MasterTraining(MasterHolder):
                 name = names.get(id(param))
                 if name is None:
                     raise InputError(
-                        f"the optimizer must step parameters of the given model, and steps one "
-                        f"{list(param.shape)} in param_groups[{g}] that is none of it; give the "
-                        f"model that it was made for." + _GATHERED * is_fsdp
+                        "the optimizer must step parameters of the given model, and steps one "
+                        f"{list(param.shape)} in param_groups[{g}] that is not in it; give the "
+                        "model that it was made for." + _GATHERED * is_fsdp
                     )
                 if isinstance(to_local(param), QuantizedTensor):
                     raise UnsupportedError(
                         f"{name} holds codes and no master, so its training cannot be continued; "
-                        f"train it by zerocast.optim.ZeroOptimizer, or convert with "
-                        f"weights='master'."
+                        "train it with zerocast.optim.ZeroOptimizer, or convert with "
+                        "weights='master'."
                     )
                 self.parameters[name], self._places[name] = param, g
 
@@ -139,8 +139,8 @@ class MasterTraining(MasterHolder):
         for key in sorted(set().union(*everyone)):
             if len({each[key] for each in everyone if key in each}) > 1:
                 raise InputError(
-                    f"what an optimizer keeps of a weight must be sharded as the weight is, or the "
-                    f"same on every rank, and {key} is neither; make it by torch.zeros_like(param)."
+                    "what an optimizer keeps of a weight must be sharded as the weight is, or the "
+                    f"same on every rank, and {key} is neither; use torch.zeros_like(param)."
                 )
 
     def check_load(self, description: Mapping[str, Any], call: str) -> None:

@@ -88,10 +88,10 @@ class ModelPart:
         differing = by_rank & given
         if differing and ranks != self.comm.size:
             raise InputError(
-                f"{min(differing).removeprefix('model.')} was saved by {ranks} ranks, each with a "
-                f"value of its own, so {self.comm.size} ranks cannot continue; load on as many "
-                f"ranks, or make them equal before saving (a broadcast of buffers; amaxes by "
-                f"autocast(amax_reduction_group=...)), or save and load without the model."
+                f"{min(differing).removeprefix('model.')} was saved by {ranks} ranks with "
+                f"different values, so {self.comm.size} ranks cannot continue. Load on as many "
+                "ranks, or make them equal before saving (a broadcast of buffers; amaxes by "
+                "autocast(amax_reduction_group=...)), or save and load without the model."
             )
         for name in sorted(given):
             place = f"{name}@{self.comm.rank}" if name in differing else name

@@ -86,8 +86,8 @@ class PendingSave(Uncopied):
         is_known = self._error is not None or self._is_futile.is_set()
         if (error := attempt.error) is not None and not is_known:
             self._error = type(error)(
-                f"saving {self._path} beside the training failed: {error} The checkpoint before it "
-                "is whole; save again."
+                f"saving {self._path} in the background failed: {error} The previous checkpoint is "
+                "intact; save again."
             )
             self._error.__cause__ = error
             logging.getLogger("zerocast").error("%s", self._error)

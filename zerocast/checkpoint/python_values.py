@@ -61,9 +61,9 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
         return dict(pairs) if is_plain else {"$dict": pairs}
     raise InputError(
-        f"{name} must be made of None, bool, int, float, str, tensors, values of NumPy, lists, "
-        f"tuples and dicts to be saved without pickle, got a {type(value).__name__}; give what it "
-        f"is made of."
+        f"{name} must consist of None, bool, int, float, str, tensors, values of NumPy, lists, "
+        f"tuples and dicts to be saved without pickle, got a {type(value).__name__}; give its "
+        "parts."
     )
 
 

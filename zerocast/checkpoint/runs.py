@@ -27,7 +27,7 @@ import torch
 from zerocast.checkpoint.manifest import NAME, Manifest, read_manifest
 from zerocast.errors import InputError, ZerocastError
 
-_REMEDY = "name another place, or give replace=True."
+_REMEDY = "choose another path, or give replace=True."
 
 
 def _draw() -> str:
@@ -98,8 +98,8 @@ class Claim:
             if not is_known and not self.replace:
                 raise InputError(
                     f"{self.path} holds a save of the run {found.run}, and this training, the run "
-                    f"{self.run}, has neither made nor loaded it: other optimizers have, or a job "
-                    f"beside this one. Load it to continue from it, {_REMEDY}"
+                    f"{self.run}, has neither made nor loaded it. Load it to continue from it, "
+                    f"{_REMEDY}"
                 )
             self.seen.add(found.saved)
 
@@ -110,9 +110,9 @@ class Claim:
         found, gone = self._standing(), [each for each in files if not each.exists()]
         if gone or (found and found.saved) != (self.replaced and self.replaced.saved):
             raise ZerocastError(
-                f"another job saves into {self.path}, too, and has put its manifest in place or "
-                f"removed {gone} of this save, which is given up (or ranks see different "
-                f"directories). What the other saved stays. Stop one, or name another place."
+                f"another job saves into {self.path} as well. It has replaced the manifest or "
+                f"removed {gone} of this save, which is abandoned (or ranks see different "
+                "directories). The other save is kept. Stop one job, or choose another path."
             )
         self.seen.add(self.saved)
 

@@ -104,8 +104,8 @@ def _save(
         is_file = given.suffix == SUFFIX
         if is_file and (asynchronous or given.is_dir()):
             raise InputError(
-                f"one file is written at once, where no directory is, got {given}; name a "
-                f"directory for an asynchronous save."
+                f"one file must not be a directory or be saved asynchronously, got {given}; for an "
+                "asynchronous save give a directory."
             )
         place = Path(os.path.realpath(given))  # links may change before a thread writes
         trainings = trainings_of(optimizers, model, group, comm)
@@ -193,8 +193,8 @@ def _encoded_state(name: str, key: str, value: Any) -> Any:
     made = encode(value, f"state.{name}.{key}", inside)
     if inside:
         raise InputError(
-            f"what an optimizer keeps of a weight must be tensors, numbers or text, got tensors in "
-            f"a {type(value).__name__} under {key!r} of {name}, which loading would miss; keep "
-            f"each tensor under a key of its own."
+            "what an optimizer keeps of a weight must be tensors, numbers or text, got tensors in "
+            f"a {type(value).__name__} under {key!r} of {name}, which loading would not find; keep "
+            "each tensor under a key of its own."
         )
     return made

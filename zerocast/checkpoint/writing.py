@@ -108,8 +108,8 @@ def _divided(everyone: Sequence[Any]) -> tuple[dict[str, Any], list[list[TensorP
                 )
             if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                 raise InputError(
-                    f"{name} must be one tensor on every rank, and is {kinds[name]} on one and "
-                    f"{(dtype, shape)} on rank {rank}; save the same training on all."
+                    f"{name} must have one dtype and shape on every rank, and is {kinds[name]} on "
+                    f"one and {(dtype, shape)} on rank {rank}; save the same training on all."
                 )
             for box in boxes:
                 holders.setdefault(name, {}).setdefault(box, []).append(rank)
@@ -118,7 +118,7 @@ def _divided(everyone: Sequence[Any]) -> tuple[dict[str, Any], list[list[TensorP
         boxes = holders.get(name, {})
         if not are_whole(shape, list(boxes)):
             raise InputError(
-                f"the ranks must have each element of {name} {list(shape)} once, and have "
+                f"the ranks must hold each element of {name} {list(shape)} once, and hold "
                 f"{[tuple(box) for box in boxes]}; save with all ranks of its mesh."
             )
         for box, ranks in boxes.items():

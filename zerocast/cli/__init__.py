@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held = "of torch.save or safetensors, or a directory of these or of torch's DCP"
     look.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=held)
     look.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    look.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures, too")
+    look.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
     add_output(look, "html", reads=lambda given: checkpoint_files.sources(given.path))
     look.set_defaults(
         run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.draft)
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     time.add_argument("path", type=Path, metavar="FILE", help="which estimate --machine reads")
     add_output(time, "path")
     time.add_argument("--recipe", default="nvfp4", choices=list(RECIPES), help="of weights (nvfp4)")
-    time.add_argument("--ranks", type=int, default=2, help="threads that play ranks (2)")
+    time.add_argument("--ranks", type=int, default=2, help="threads that act as ranks (2)")
     time.set_defaults(run=lambda given: estimate.fit(given.draft, given.recipe, given.ranks))
-    ruler = commands.add_parser("conform", help="whose bytes a package gives, and why others")
+    ruler = commands.add_parser("conform", help="whether a package gives the same bytes")
     conformance.add_arguments(ruler)
     ruler.set_defaults(run=conformance.run)
     given = parser.parse_args(arguments)

@@ -104,7 +104,7 @@ def _safetensors(path: Path) -> Iterator[NamedTensor]:
     if find_spec("safetensors") is None:
         raise InputError(
             f"{path} needs the package safetensors, which is not installed; pip install "
-            "safetensors (transformers brings it, too)."
+            "safetensors (transformers installs it as well)."
         )
     from safetensors import SafetensorError, safe_open
 
@@ -133,7 +133,7 @@ def _load(source: IO[bytes], path: Path) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile as error:
         raise InputError(
-            f"{path} must be a zip archive, as torch.save writes since torch 1.6, and is none "
+            f"{path} must be a zip archive, as torch.save writes since torch 1.6, and is not one "
             f"({error}); it is damaged, or of another format."
         ) from error
     except Exception as error:  # torch's unpickler raises many kinds for a damaged file
@@ -160,7 +160,7 @@ def _check_directory(source: IO[bytes], archive: zipfile.ZipFile) -> None:
         or (is_large and at + END_OF_LARGE + len(end) != source.seek(0, io.SEEK_END))
         or first != archive.infolist()[0].header_offset
     ):
-        raise InputError("its directory must stand at its end alone.")
+        raise InputError("its directory must be at its end only.")
 
 
 def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
@@ -175,7 +175,7 @@ def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
         name, before = opcode.name, opcode.stack_before
         is_far = name.endswith("PUT") and int(str(argument)) > len(data)
         if is_far or (name == "GLOBAL" and str(argument).endswith(" bytearray")):
-            raise InputError(f"it is no pickle of tensors: {name} {argument}.")
+            raise InputError(f"it is not a pickle of tensors: {name} {argument}.")
         text = argument if isinstance(argument, str) else ""
         record = text.partition("\0")[0].lower()
         if record != text and record in keys:
@@ -193,7 +193,7 @@ def _check_pickle(data: bytes, keys: Container[str] = ()) -> None:
             start = marks.pop() if has_mark else len(stack)
             start -= before.index(pickletools.markobject) if has_mark else len(before)
             if start < 0:
-                raise InputError("it is no pickle: its stack has no more values.")
+                raise InputError("it is not a pickle: its stack is empty.")
             given = stack[start:]
             depth = max((each[0] for each in given), default=0) + name.startswith("TUPLE")
             size = min(sum(each[1] for each in given) + 1 + len(text), most + 1)
@@ -224,7 +224,7 @@ def _flat(prefix: str, value: Any, left: Iterator[int]) -> Iterator[NamedTensor]
     ``left`` yields once for each leaf and container, and an InputError is raised when it ends.
     """
     if next(left, None) is None:
-        raise InputError(f"a file has fewer values than bytes, and {prefix} of one has more.")
+        raise InputError(f"a file must have fewer values than bytes, and {prefix} has more.")
     children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
     if isinstance(children, Mapping):
         for key, child in children.items():
@@ -296,7 +296,7 @@ def _distributed(path: Path) -> Iterator[NamedTensor]:
             given = pieces.get(name, ())
             left -= sum(abs(info.length) for _, info in given)
             if left < 0:
-                raise InputError("they are more bytes than there are")
+                raise InputError("they have more bytes than the files")
             tensor = _joined(described, [(offset, _piece(path, info)) for offset, info in given])
         except (AttributeError, LookupError, RuntimeError, ValueError, TypeError, OSError) as error:
             raise InputError(f"the pieces of {name} in {path} cannot be read: {error}") from error
@@ -308,9 +308,7 @@ def _joined(described: Any, pieces: Sequence[tuple[Any, torch.Tensor]]) -> torch
     shape, dtype = tuple(described.size), described.properties.state[0]
     boxes = [Box(tuple(offset or ()), tuple(tensor.shape)) for offset, tensor in pieces]
     if not are_whole(shape, boxes):
-        raise InputError(
-            f"some are missing, or too many: of shape {list(shape)}, there are {boxes[:9]}"
-        )
+        raise InputError(f"they must cover it once: of shape {list(shape)}, there are {boxes[:9]}")
     if len(pieces) == 1:
         return pieces[0][1]
     value = torch.empty(shape, dtype=dtype, device="cpu")
@@ -332,7 +330,7 @@ def _piece(path: Path, info: Any) -> torch.Tensor:
     with open_regular(file) as stream:
         stream.seek(info.offset)
         if info.length > os.fstat(stream.fileno()).st_size:
-            raise InputError(f"{file} ends before one does")
+            raise InputError(f"{file} is shorter than its pieces")
         value = _load(io.BytesIO(stream.read(info.length)), file)
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{file} holds a {type(value).__name__} where a tensor should be.")

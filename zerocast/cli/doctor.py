@@ -93,7 +93,7 @@ def report(*, as_json: bool = False) -> tuple[str, int]:
         "wrong": "What is wrong here",
     }.items():
         chosen = [f"  {f.name}: {f.text}" for _, f in findings if f.status == status]
-        lines += ["", title, *(chosen or ["  nothing that was looked at"])]
+        lines += ["", title, *(chosen or ["  nothing that was checked"])]
     return "\n".join(lines), code
 
 
@@ -144,7 +144,7 @@ def processor() -> Iterator[Finding]:
 
 def backends() -> Iterator[Finding]:
     """Yield findings on the backends of CPU tensors, and on a compiler to build a missing one."""
-    yield Finding("reference", "ok", "plain torch: right everywhere and fast nowhere")
+    yield Finding("reference", "ok", "plain torch: correct on every device, and slow")
     try:
         path = native_library.find_library()
         found = native_library.instruction_sets(native_library.load())
@@ -152,8 +152,8 @@ def backends() -> Iterator[Finding]:
         text = f"CPU tensors are cast by the reference backend, because {error}"
         if (built := installed_library()) is not None:
             text += (
-                f" Or start Python in another directory: it took zerocast from this one, and the "
-                f"installed zerocast has {built}."
+                " Or start Python in another directory: it imported zerocast from this one, and "
+                f"the installed zerocast has {built}."
             )
         yield Finding("cpu", "slow", text)
         if compiler := next(filter(shutil.which, ("c++", "g++", "clang++")), None):
@@ -201,8 +201,8 @@ def ranks() -> Iterator[Finding]:
     kind = next((name for name, words in LAUNCHERS.items() if re.search(words, said)), None)
     if library.status == "ok" and kind is not None and kind not in library.text:
         text = (
-            f"{launcher} is that of {kind}, and mpi4py loads another: it would start jobs of one "
-            "rank; use the launcher of mpi4py's MPI"
+            f"{launcher} is of {kind}, and mpi4py loads another MPI, so its jobs would have one "
+            "rank each; use the launcher of mpi4py's MPI"
         )
         yield Finding("mpiexec", "wrong", text)
     else:

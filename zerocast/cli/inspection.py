@@ -100,7 +100,7 @@ def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> st
     )
     if others:
         named = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-        text += f" {len(others)} entries are no tensors: {printable(named)}."
+        text += f" {len(others)} entries are not tensors: {printable(named)}."
     return text
 
 

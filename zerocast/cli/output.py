@@ -43,11 +43,11 @@ def drafted(given: argparse.Namespace) -> Iterator[Path | None]:
         return
     path = path.absolute()
     if path.exists() and any(each.exists() and each.samefile(path) for each in given.reads(given)):
-        raise InputError(f"{path} is what the command reads; give another to be written.")
+        raise InputError(f"{path} is read by the command; choose another output file.")
     is_one = path.is_dir() if given.is_directory else path.is_file()
     is_empty = given.is_directory and is_one and not any(path.iterdir())
     if os.path.lexists(path) and not is_empty and not (given.overwrite and is_one):
-        raise InputError(f"{path} exists; give another, or --overwrite, which replaces files.")
+        raise InputError(f"{path} exists; choose another file, or give --overwrite.")
     with drafts_in(path if given.is_directory else path.parent) as drafts:
         yield drafts if given.is_directory else drafts / path.name
         publish(drafts, overwrite=given.overwrite)

@@ -58,13 +58,13 @@ class Fault:
     def _read(self, described: dict[str, Any]) -> None:
         if described["numerics version"] != NUMERICS_VERSION:
             raise InputError(
-                f"the fault is one of numerics version {described['numerics version']}, and this "
+                f"the file is of numerics version {described['numerics version']}, and this "
                 f"zerocast has {NUMERICS_VERSION}; install the version that wrote it."
             )
         if described["recipe"] is None:
             raise InputError(
-                f"the recipe holds a function, which no file can: {described['scheme']}; the "
-                f"tensors of the file are those of safetensors."
+                f"the recipe holds a function, which a file cannot: {described['scheme']}; read "
+                "the tensors of the file with safetensors."
             )
         self.name = str(described["name"])
         self._recipe: Recipe = recipe_from_text(described["recipe"])
@@ -173,7 +173,7 @@ def reproduce(path: Path) -> tuple[str, int]:
         )
     if faults == 1 and len(casts) > 1:
         lines.append(
-            "This machine casts the right bytes, so memory, a transport, other code or another "
-            "recipe made those that were held."
+            "This machine casts the right bytes, so memory, the transport, other code or another "
+            "recipe gave the wrong ones."
         )
     return "\n".join(map(printable, lines)), int(faults > 0)

@@ -67,7 +67,7 @@ def _check_memory(what: str, buffer: torch.Tensor) -> None:
         raise InputError(f"{what} takes a tensor, got {type(buffer).__name__}.")
     problem = why_no_memory(buffer)
     if problem is not None:
-        raise InputError(f"{what} takes a tensor with its own memory, got {problem}.")
+        raise InputError(f"{what} takes a tensor with allocated storage, got {problem}.")
     if not buffer.is_contiguous():
         raise InputError(
             f"{what} works in place on a contiguous tensor, got shape {tuple(buffer.shape)} with "
@@ -152,7 +152,7 @@ def _parts(what: str, buffer: torch.Tensor, counts: Parts, size: int) -> list[in
     if counts is None:
         if numel % size:
             raise InputError(
-                f"{what} without counts takes a multiple of {size} elements, one equal part a "
+                f"{what} without counts takes a multiple of {size} elements, one equal part per "
                 f"rank, got {numel}; pad the buffer or give counts."
             )
         return [numel // size * itemsize] * size

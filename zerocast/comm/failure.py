@@ -110,15 +110,15 @@ def peer_error(
     kind = PeerFailedError if broken else PeerTimeoutError
     return kind(
         f"{call}, collective {count} of a group of {size}, did not end{within}{because}: {listed}. "
-        "Make a new group, and plans and optimizers with it, and go on from the last checkpoint."
+        "Make a new group, new plans and new optimizers, and continue from the last checkpoint."
     )
 
 
 def _in_words(state: RankState | None, call: str, count: int) -> str:
     if state is None:
-        return "neither came nor answered"
+        return "neither called it nor answered"
     if state.kind == LATE:
-        return "came later"
+        return "called it later"
     if state.kind in (TIMED_OUT, DISCONNECTED):
         same = (state.count, state.text) == (count, call)
         return "waited in it" if same else f"waited in {state.text}, collective {state.count}"

@@ -67,7 +67,7 @@ class ThreadWorld:
             here = self.waiting.get(rank)
             state = "waited in it" if str(here) == str(what) else f"waited in {here}"
             if here is None:
-                state = "has returned" if rank in self._returned else "did not come"
+                state = "has returned" if rank in self._returned else "did not call it"
                 state = f"raised {self._raised[rank]}" if rank in self._raised else state
             states.setdefault(state, []).append(rank)
         text = "; ".join(f"{name(ranks)} {state}" for state, ranks in states.items())
@@ -85,14 +85,14 @@ class ThreadWorld:
         why = {r: text for r, text in self._raised.items() if r in self._returned}
         if why:
             listed = "; ".join(f"rank {rank} raised {text}" for rank, text in why.items())
-            self._break(PeerFailedError, f"no rank can go on: {listed}.")
+            self._break(PeerFailedError, f"no rank can continue: {listed}.")
             return
         text = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states)[:8])
         more = f"; and {self.size - 8} more" if self.size > 8 else ""
         self._break(
             RankMismatchError,
-            f"every rank of a group must call the same collectives in the same order, but no rank "
-            f"can go on: {text}{more}.",
+            "every rank of a group must call the same collectives in the same order, but no rank "
+            f"can continue: {text}{more}.",
         )
 
     def check(self, rank: int) -> None:

@@ -142,8 +142,8 @@ def check_weights_are_read(
         if entry.recipe is None and is_built and _is_matrix(entry):
             alike = "all experts" if dialect.fuses_experts else f"all of {module}"
             raise InputError(
-                f"{entry.name} is not in codes, and servers of {dialect.name} would build it so: "
-                f"{alike} alike; convert all of them, or none."
+                f"{entry.name} is not quantized, and servers of {dialect.name} treat {alike} "
+                "alike; convert all of them, or none."
             )
 
 
@@ -169,9 +169,9 @@ def check_ties(model: torch.nn.Module) -> None:
         raise InputError(
             f"the output layer of {type(model).__name__} "
             f"{'shares' if is_tied else 'does not share'} the weight of its embeddings, and its "
-            f"configuration, by which servers go, says tie_word_embeddings={not is_tied}; set "
-            f"config.tie_word_embeddings={is_tied}, or tie or untie the layer before the "
-            f"optimizer is made."
+            f"configuration, which servers follow, has tie_word_embeddings={not is_tied}; set "
+            f"config.tie_word_embeddings={is_tied}, or tie or untie the layer before the optimizer "
+            "is made."
         )
 
 

@@ -200,8 +200,8 @@ def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
     """
     if gather.codes is CodesState.NONE:
         raise InputError(
-            f"{gather.name} has not been gathered yet, so nothing tells the dtype of its weight; "
-            f"give dtype=, such as torch.bfloat16."
+            f"{gather.name} has not been gathered yet, so the dtype of its weight is unknown; give "
+            "dtype=, such as torch.bfloat16."
         )
     return gather.shards.storage.dtype
 
@@ -255,7 +255,7 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
             if not isinstance(each, str) or each in taken:
                 which = f"both {taken[each]} and {entry.name}" if each in taken else entry.name
                 raise InputError(
-                    f"names must give each tensor a name of its own, got {each!r} for {which}."
+                    f"names must give each tensor a unique name, got {each!r} for {which}."
                 )
             taken[each] = entry.name
         found.append(dataclasses.replace(entry, exported_as=name, parts=parts))

@@ -110,10 +110,10 @@ class AmaxGroups:
         if wrong:
             others = f" (and others, {len(wrong)} times)" if len(wrong) > 1 else ""
             raise InputError(
-                f"servers fuse {', '.join(wrong[0])}{others} into one layer, which has one scale "
-                f"of the tensor, and in {dialect.name} each would have its own; give "
+                f"servers fuse {', '.join(wrong[0])}{others} into one layer, which has one tensor "
+                f"scale, and in {dialect.name} each would have a separate one; give "
                 f"from_masters=True with amax_groups={AUTO!r}, the default, or convert the model "
-                f"in groups before it is trained (amax_groups of zerocast.nn.convert)."
+                "in groups before it is trained (amax_groups of zerocast.nn.convert)."
             )
 
 

@@ -175,8 +175,8 @@ def _tensor(entry: Entry, matrix: _Matrix, casts_anew: bool) -> torch.Tensor:
     height, one_block = plane.grid.block_h, plane.grid.blocks_h == 1
     if matrix.whole_rows.start % height and not one_block and not casts_anew:
         raise InputError(
-            f"{entry.name} has two projections of {matrix.whole_rows.size} rows, between which "
-            f"blocks of {height} rows do not end; give from_masters=True to cast each by itself."
+            f"{entry.name} has two projections of {matrix.whole_rows.size} rows, and a block of "
+            f"{height} rows has rows of both; give from_masters=True to cast each separately."
         )
     if entry.shard is not None:
         like = torch.empty((), dtype=entry.dtype, device=to_local(entry.tensor).device)

@@ -78,5 +78,5 @@ def require_safetensors() -> None:
     if find_spec("safetensors") is None:
         raise InputError(
             "a checkpoint that servers load needs the package safetensors, which is not installed; "
-            "pip install safetensors (transformers brings it, too)."
+            "pip install safetensors (transformers installs it as well)."
         )

@@ -31,16 +31,16 @@ def with_input_scales(
     part = dialect.input_scale
     if part is None and given is not None:
         raise InputError(
-            f"input_scales are for dialects with static scales of inputs, and servers of "
-            f"{dialect.name} scale inputs as they come; leave input_scales out."
+            "input_scales are for dialects with static scales of inputs, and servers of "
+            f"{dialect.name} compute the scales of inputs; leave input_scales out."
         )
     if part is None:
         return list(entries)
     if given is None:
         raise InputError(
-            f"{dialect.name} has static scales of inputs, without which servers compute nonsense; "
-            f"give input_scales=, a mapping from names of modules to numbers or a safetensors file "
-            f"with X.{part}, or choose a dialect that needs none, such as modelopt/fp8-channel."
+            f"{dialect.name} has static scales of inputs, which servers need; give input_scales=, "
+            f"a mapping from names of modules to numbers or a safetensors file with X.{part}, or "
+            "choose a dialect that needs none, such as modelopt/fp8-channel."
         )
     scales = dict(given) if isinstance(given, Mapping) else _read(given, part)
     names = {entry.stored.rpartition(".")[0] for entry in entries if entry.recipe is not None}
@@ -48,8 +48,8 @@ def with_input_scales(
     wrong = (names ^ scales.keys()) | {name for name in names if f"{name}.{part}" in stored}
     if wrong:
         raise InputError(
-            f"input_scales must have one of each quantized module, by its name in the checkpoint, "
-            f"and no other, got {len(scales)} of {len(names)}; wrong are "
+            "input_scales must have one of each quantized module, by its name in the checkpoint, "
+            f"and no other, got {len(scales)} for {len(names)} modules; missing or unknown are "
             f"{', '.join(sorted(map(str, wrong))[:8])}."
         )
     found: list[Entry] = []

@@ -99,7 +99,7 @@ def _read(folder: Path, device: torch.device) -> NamedTensors:
         places = dict(json.loads(read_text(index))["weight_map"]) if index.is_file() else {}
         for file in sorted(set(places.values())) or ["model.safetensors"]:
             if Path(file).name != file:
-                raise ValueError(f"its index names {file!r}, which is no file of it")
+                raise ValueError(f"its index names {file!r}, which is not one of its files")
             open_regular(folder / file).close()
             with safe_open(folder / file, framework="pt", device=str(device)) as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -150,8 +150,8 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
     if found:
         return (named or found)[0]
     raise InputError(
-        f"load_pretrained needs dialect=, because the quantization_config in {folder} is that of "
-        f"none of {', '.join(DIALECTS)}."
+        f"load_pretrained needs dialect=, because the quantization_config in {folder} matches none "
+        f"of {', '.join(DIALECTS)}."
     )
 
 

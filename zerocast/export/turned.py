@@ -51,8 +51,8 @@ def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
     recipe, shard = present(entry.recipe), entry.shard
     if not casts_anew and (shard is None or recipe.block[0] != recipe.block[1]):
         raise InputError(
-            f"{entry.name} keeps its matrices as [in, out], and the checkpoint has scales along "
-            f"the other side than {recipe}; give from_masters=True to cast its masters turned."
+            f"{entry.name} has matrices [in, out], and the checkpoint needs scales along the other "
+            f"dimension than {recipe}; give from_masters=True to cast transposed masters."
         )
     assert shard is not None
     part = entry.tp_shard

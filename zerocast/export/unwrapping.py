@@ -25,8 +25,8 @@ def unwrapped(source: _Source) -> _Source | torch.nn.Module:
     for kind in (kind for module in source.modules() for kind in type(module).__mro__):
         if kind.__module__.startswith("peft.") or kind.__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
-                f"a model with a {kind.__name__} has weights that no server knows; if peft's, "
-                f"merge first, by model = model.merge_and_unload(), if FSDP1's, use fully_shard."
+                f"a model with a {kind.__name__} has weights that servers do not support. With "
+                "peft call model = model.merge_and_unload(); replace FSDP1 by fully_shard."
             )
     return _unwrapped(source, {})
 

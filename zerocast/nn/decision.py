@@ -118,9 +118,9 @@ def decide(
         )
     if weights == "master" and recipe.columnwise_source is Source.TRANSPOSED_MASTER:
         raise InputError(
-            f"a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
-            f"from shards of the master, got {recipe}, which casts the transposed tensor; give "
-            f"weights blocks of two dimensions."
+            "a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
+            f"from shards of the master, got {recipe}, which casts the transposed tensor; choose "
+            "2-D blocks for weights."
         )
     layer_filter = LayerFilter(filter_fqns, model)
     if weights == "high_precision" and is_auto(amax_groups):

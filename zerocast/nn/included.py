@@ -56,8 +56,8 @@ def check_not_replaced(model: torch.nn.Module) -> None:
         if _replaced.get(parameter, lambda: None)() is not None:
             raise InputError(
                 f"modules that share a weight must be converted in one call, got {fqn}, which was "
-                f"tied with a weight that an earlier zerocast.nn.convert has replaced; convert a "
-                f"module around both, or give this one a separate torch.nn.Parameter."
+                "tied with a weight that an earlier zerocast.nn.convert has replaced; convert a "
+                "module that contains both, or give this one a separate torch.nn.Parameter."
             )
 
 
@@ -91,9 +91,9 @@ def included_weights(
         }
         if not alike:
             raise InputError(
-                f"each name in include must be that of a module with weights (a matrix called "
-                f"weight, or parameters of more dimensions) or of a parameter, or a pattern that "
-                f"matches such modules, got {pattern!r}, which does not."
+                "each name in include must be that of a module with weights (a matrix called "
+                "weight, or parameters of more dimensions) or of a parameter, or a pattern that "
+                f"matches such modules, got {pattern!r}, which matches none."
             )
         named |= alike
     weights: dict[torch.Tensor, list[ParameterPlace]] = {}
@@ -158,9 +158,9 @@ def why_not_weight(
     if weights == "master" and is_sharded(weight):
         # A skipped weight would be gathered in high precision although codes were asked for.
         raise InputError(
-            f"weights='master' needs layers whose weights are whole, got {name}, whose weight is "
-            f"sharded; call zerocast.nn.convert before fully_shard or parallelize_module, or leave "
-            f"the layer out by filter_fqns or include."
+            f"weights='master' needs layers whose weights are not sharded, got {name}, whose "
+            "weight is sharded; call zerocast.nn.convert before fully_shard or parallelize_module, "
+            "or leave the layer out by filter_fqns or include."
         )
     if linear is not None and type(linear) not in (torch.nn.Linear, Linear):
         return f"is a {type(linear).__name__}, a subclass that may use its weight in another way"

@@ -65,7 +65,7 @@ class LayerFilter:
             if any(part in name for name in names):
                 return f"its name contains {part!r} of filter_fqns"
         if self._says is not None and not all(self._says(layer, name) for name in names):
-            return "the function that was given as filter_fqns says so"
+            return "filter_fqns, a function, excludes it"
         return None
 
 
@@ -93,6 +93,6 @@ def _matches_nothing(part: str, names: Sequence[str]) -> InputError:
     near = difflib.get_close_matches(part, sorted(known), n=4, cutoff=0.5)
     return InputError(
         f"each part of a name in filter_fqns must be in one of the model's names, got {part!r}, "
-        f"which is in none of them (near it: {', '.join(near) or 'nothing'}); correct it, or take "
-        f"it out. {AUTO_FILTER!r} filters by size."
+        f"which is in none of them (near it: {', '.join(near) or 'nothing'}); correct it, or "
+        f"remove it. {AUTO_FILTER!r} filters by size."
     )

@@ -203,9 +203,9 @@ class Linear(QuantizedModule, torch.nn.Linear):
         if codes and param is not None and is_sharded(param):
             raise UnsupportedError(
                 f"{self.name or type(self).__name__}: a weight that holds codes cannot be "
-                f"tensor-parallel, for it was cast whole and an optimizer would need its master; "
-                f"convert the model with weights='master', or with 'high_precision' and "
-                f"zerocast.autocast, before it is parallelized."
+                "tensor-parallel, because it was cast whole and an optimizer would need its "
+                "master; convert the model with weights='master', or with 'high_precision' and "
+                "zerocast.autocast, before it is parallelized."
             )
         super().register_parameter(name, param)
 

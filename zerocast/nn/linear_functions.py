@@ -37,10 +37,9 @@ def refuse_transforms(name: str) -> None:
     """Raise :class:`UnsupportedError` under such a transform, for a layer of this ``name``."""
     if is_transformed():
         raise UnsupportedError(
-            f"{name} quantizes its operands under zerocast.autocast, where it has the gradient of "
-            f"a backward and nothing else, and torch.func or forward-mode differentiation asks for "
-            f"more; leave the region, or use zerocast.autocast(enabled=False), where a weight is "
-            f"decoded and has all derivatives."
+            f"{name} quantizes its operands under zerocast.autocast, and supports only backward() "
+            "there, not torch.func or forward-mode differentiation. Leave the region, or use "
+            "zerocast.autocast(enabled=False), which decodes the weight and has all derivatives."
         )
 
 
@@ -54,9 +53,9 @@ def first_derivatives_only(backward: Backward) -> Backward:
         if torch.is_grad_enabled() or any(map(_is_batched, grads)):
             raise UnsupportedError(
                 "the backward of a layer under zerocast.autocast quantizes gradients and has no "
-                "derivative, so create_graph=True, is_grads_batched=True and what uses them "
-                "(Hessians, penalties on gradients) need the layer's forward outside of the "
-                "region, or under zerocast.autocast(enabled=False)."
+                "derivative. For create_graph=True and is_grads_batched=True (Hessians, gradient "
+                "penalties) run the layer's forward outside of the region, or under "
+                "zerocast.autocast(enabled=False)."
             )
         return backward(ctx, *grads)
 

@@ -246,7 +246,7 @@ def _columns(
             continue
         check_tensor(f"the {what} of {name}", parameter)
         if not op.is_norm:
-            raise InputError(f"{name} has no {what}, got one; leave it out.")
+            raise InputError(f"{name} takes no {what}, got one; leave it out.")
         if (
             tuple(parameter.shape) != (cols,)
             or parameter.dtype not in NOMINAL_DTYPES

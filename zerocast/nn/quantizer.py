@@ -69,8 +69,8 @@ class RecomputeState:
             recorded = next(self._unread.get(quantizer, iter(())), None)
             if recorded is None:
                 raise UnsupportedError(
-                    "a checkpointed function quantizes with a state that it did not use in its "
-                    "first run; make both runs the same, or leave it out of the checkpoint."
+                    "a checkpointed function quantizes with a state that its first run did not "
+                    "use; make both runs the same, or leave it out of the checkpoint."
                 )
             state.update({name: start.clone() for name, start in recorded.items()})
             return

@@ -254,7 +254,7 @@ class RecipeState:
             if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
                 raise InputError(
                     f"{name} must be {tensor.dtype} {list(tensor.shape)}, got {given.dtype} "
-                    f"{list(given.shape)}; the layer or the recipe is another one."
+                    f"{list(given.shape)}; the layer or the recipe differs."
                 )
         for name, tensor in own.items():
             tensor.copy_(state_dict[name])

@@ -119,10 +119,10 @@ def recipe_of(region: Autocast) -> Recipe | None:
 def _unknown(name: str, recipes: set[Recipe | None]) -> UnsupportedError:
     names = sorted({type(r).__name__ if r is not None else "high precision" for r in recipes})
     return UnsupportedError(
-        f"{name} is computed again inside a backward and may give other codes than its forward, "
-        f"which ran under {' and '.join(names)}: only zerocast.nn.checkpoint keeps the region and "
-        f"the scales of a forward. Use it, or pass context_fn=zerocast.checkpoint_contexts to what "
-        f"takes that argument."
+        f"{name} is recomputed inside a backward and may give other codes than its forward, which "
+        f"ran under {' and '.join(names)}: only zerocast.nn.checkpoint keeps the region and the "
+        "scales of a forward. Use it, or pass context_fn=zerocast.checkpoint_contexts to functions "
+        "that take it."
     )
 
 

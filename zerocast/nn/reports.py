@@ -312,5 +312,5 @@ def _refusal(side: Side) -> Engine | None:
     try:
         side.recipe.check_shape(side.shape)
     except InputError as error:
-        return Engine(None, f"none, for the layer refuses to run: {error}")
+        return Engine(None, f"none, because the layer refuses to run: {error}")
     return None

@@ -260,7 +260,7 @@ def _tiles(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
     """Return the height and the width of a plane in tiles."""
     if len(shape) != 2 or shape[0] % TILE_ROWS or shape[1] % TILE_COLS:
         raise InputError(
-            f"the 128x4 layout holds planes of whole tiles, [a multiple of {TILE_ROWS}, a multiple "
+            f"the 128x4 layout needs planes of whole tiles, [a multiple of {TILE_ROWS}, a multiple "
             f"of {TILE_COLS}], got shape {tuple(shape)}; pad the plane with zeros."
         )
     return shape[0] // TILE_ROWS, shape[1] // TILE_COLS

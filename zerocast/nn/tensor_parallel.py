@@ -72,8 +72,8 @@ def gather_input(style: str, layer: Linear, input: DTensor) -> DTensor:
         if not region.enabled or not input.numel():
             raise InputError(
                 f"{name} gathers its input in codes, which needs zerocast.autocast(enabled=True) "
-                f"around the forward and an input with elements, got one without the other or "
-                f"neither; for forwards in high precision use torch's style."
+                "around the forward and an input with elements, and at least one is missing; for "
+                "forwards in high precision use torch's style."
             )
         quantizer = layer._registered(region, input.device)[0].input
         recipe = quantizer.recipe
@@ -292,9 +292,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 return found
         where = "the module" if name is None else f"its {name!r}"
         raise InputError(
-            f"PrepareFloat8ModuleInput needs a zerocast.nn.Linear that says how the input is "
+            "PrepareFloat8ModuleInput needs a zerocast.nn.Linear that determines how the input is "
             f"quantized, got none: {where} is {type(module).__name__}; convert the model by "
-            f"zerocast.nn.convert first, or use PrepareModuleInput."
+            "zerocast.nn.convert first, or use PrepareModuleInput."
         )
 
 

@@ -48,10 +48,10 @@ def eager_in_regions(forward: Forward) -> Forward:
                     f"{self.name or type(self).__name__}; export the model outside of the region."
                 )
             torch._dynamo.graph_break(
-                msg=f"{regions.OLDER_TORCH}under zerocast.autocast no layers are traced that are "
-                "tensor-parallel or have quantized inputs or outputs, none under a recipe that "
-                "keeps state between forwards or where calibrating=True stands beside "
-                "enabled=False, and none in an asyncio task or another thread than the region's"
+                msg=f"{regions.OLDER_TORCH}under zerocast.autocast torch.compile cannot trace "
+                "tensor-parallel layers, layers with quantized inputs or outputs, or recipes "
+                "that keep state between forwards. Nor can it trace calibrating=True with "
+                "enabled=False, or an asyncio task or thread other than the region's"
             )
             return torch.compiler.disable(run_uncompiled)(self, *args, **options)
         return run_layer(self, forward, *args, **options)

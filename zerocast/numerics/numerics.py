@@ -101,7 +101,7 @@ class Float8DelayedNumerics:
         given = getattr(amax, "shape", type(amax).__name__), getattr(amax, "device", None)
         if not isinstance(amax, torch.Tensor) or amax.numel() != 1 or given[1] != history.device:
             raise InputError(
-                "amax_compute_algo must make of the history a tensor of one element on its device "
+                "amax_compute_algo must return a tensor of one element on the history's device, "
                 f"{history.device}, got {given[0]} on {given[1]}; end it with .max() or reshape(1)."
             )
         return amax.detach().reshape(1).float()

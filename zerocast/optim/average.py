@@ -83,8 +83,8 @@ class Average(Uncopied):
             agreed = agree(self._shards.comm, int(written))
         if not agreed or written:
             raise InputError(
-                "weights were written while averages were in them, and hold the masters' cast "
-                "again; write them after leaving the context of in_weights()."
+                "weights were written while they held averages, and those writes are lost; write "
+                "them after leaving the context of in_weights()."
             )
 
     def update(self) -> None:

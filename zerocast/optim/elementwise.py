@@ -56,7 +56,7 @@ tolerance, and a description. The first run steps whole tensors in their shapes.
 
 _NEEDS = {
     "element": (
-        "updates each element from that element alone, because a rank has some elements only",
+        "updates each element from that element alone, because a rank has only some elements",
         'use one such as torch.optim.AdamW, shard="matrix", whose optimizer sees whole parameters, '
         'or masters under FSDP2 (zerocast.nn.convert(model, recipe, weights="master"))',
     ),
@@ -176,7 +176,7 @@ def _difference(
                     param.grad = gradient[pieces[t]].clone().view(param.shape)
                 optimizer.step()
                 if (problem := _unsavable(optimizer, list(params.values()), flat=flat)) is not None:
-                    return f"it keeps {problem}, which ranks could not save or cut anywhere"
+                    return f"it keeps {problem}, which cannot be saved or sharded at any element"
             for name, value in _outcome(optimizer, params):
                 number = torch.as_tensor(value, dtype=torch.float64, device="cpu").reshape(-1)
                 found.setdefault(name, []).append(number.clone())
@@ -214,7 +214,7 @@ def _unsavable(
     """
     for owner, state in optimizer.state.items():
         if not any(owner is param for param in params):
-            return f"{owner!r} of none of its parameters"
+            return f"state of {owner!r}, which is not one of its parameters"
         for name, value in state.items():
             kind = type(value).__name__
             if isinstance(value, torch.Tensor):

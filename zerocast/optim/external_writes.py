@@ -90,8 +90,8 @@ class ExternalWrites:
         is_cpu = self._shards.masters.device.type == "cpu"
         if self._found and not is_cpu and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "a CUDA graph cannot hold the step after weights were written, which starts their "
-                "masters again; make one step before the capture."
+                "a CUDA graph cannot capture the step after weights were written, which "
+                "initializes their masters again; make one step before the capture."
             )
         self._shards.restart_masters(sorted(self._found & self._versions.keys()))
         if self._plain and not (is_cpu and self._found.isdisjoint(self._plain)):

@@ -55,8 +55,8 @@ class FoundInf(torch.Tensor):
         """
         if self.gradients.kept:
             raise InputError(
-                "a GradScaler looks at gradients that were clipped with their scale; "
-                "call scaler.unscale_(optimizer) before optimizer.clip_grad_norm_, and "
+                "a GradScaler must unscale gradients before they are clipped; call "
+                "scaler.unscale_(optimizer) before optimizer.clip_grad_norm_, and "
                 "optimizer.zero_grad() where no step followed it."
             )
         self.gradients.unscale_(inv_scale, found_inf)

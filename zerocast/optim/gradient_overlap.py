@@ -199,9 +199,9 @@ class OverlappingReducer(GradientReducer):
             return call()
         except RankMismatchError as error:
             raise RankMismatchError(
-                f"with overlap_grad_reduce every rank must make as many backward passes between "
-                f"two steps, and some have made more than others, this rank {self._passes} so far; "
-                f"where a rank has no batch, let it make a pass of a loss times 0. ({error})"
+                "with overlap_grad_reduce every rank must run equally many backward passes between "
+                f"two steps, and some have run more than others, this rank {self._passes} so far. "
+                f"On a rank without a batch, run the backward of a loss times 0. ({error})"
             ) from error
 
     def _end_backward(self) -> None:
@@ -281,8 +281,8 @@ class OverlappingReducer(GradientReducer):
             return None
         return InputError(
             "a step uses the gradients that clip_grad_norm_ or a step that failed has reduced, and "
-            "more have come since; call optimizer.clip_grad_norm_ last before optimizer.step(), or "
-            "optimizer.zero_grad() where no step followed it."
+            "gradients were added since; call optimizer.clip_grad_norm_ last before "
+            "optimizer.step(), or optimizer.zero_grad() where no step followed it."
         )
 
     def _replaced(self, index: int) -> InputError | None:
@@ -292,8 +292,8 @@ class OverlappingReducer(GradientReducer):
             return None
         return InputError(
             f"the gradient of {weight.name} was taken during backward, and other code has replaced "
-            "or removed it in .grad since; change gradients in hooks of their weights, forget all "
-            "of them by optimizer.zero_grad(), or leave out overlap_grad_reduce."
+            "or removed it in .grad since; change gradients in hooks of their weights, drop all of "
+            "them with optimizer.zero_grad(), or leave out overlap_grad_reduce."
         )
 
     def unscale_(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:

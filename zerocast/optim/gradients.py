@@ -164,9 +164,9 @@ class GradientReducer:
         if torch.promote_types(grad.dtype, dtype) == dtype:
             return None
         return InputError(
-            f"gradients travel in the dtypes of their weights, {dtype} for {weight.name}, and its "
-            f"gradient is {grad.dtype}; make the optimizer with gradient_dtype=torch.float32, or "
-            "with another to have gradients rounded to that."
+            f"gradients are sent in the dtypes of their weights, {dtype} for {weight.name}, and "
+            f"its gradient is {grad.dtype}; make the optimizer with gradient_dtype=torch.float32, "
+            "or with another dtype, to which gradients are then rounded."
         )
 
     # --- between clipping and the step ---

@@ -103,7 +103,7 @@ class PendingAllGather:
             self._captured = True
             if self.under_way:
                 raise UnsupportedError(
-                    "a CUDA graph that is captured uses weights that are still on their way; call "
+                    "a captured CUDA graph uses weights whose all-gather has not completed; call "
                     "optimizer.wait_for_all_gather() before the capture."
                 )
         if not self.under_way:

@@ -92,7 +92,7 @@ class Progress:
         if not self._is_unfinished:
             return None
         return UnfinishedStepError(
-            f"{call} needs an optimizer whose last step came to its end, and step {self.steps + 1} "
+            f"{call} needs an optimizer whose last step completed, and step {self.steps + 1} "
             f"failed after it had begun to change masters; {_LOAD}."
         )
 
@@ -101,8 +101,8 @@ class Progress:
         if not self.holds_averages:
             return None
         return InputError(
-            f"{call} needs the masters' weights, and averages are in them; leave the context of "
-            "in_weights() first."
+            f"{call} needs weights that were cast from masters, and they hold averages; leave the "
+            "context of in_weights() first."
         )
 
     def prepare(self, call: str, error: ZerocastError | None = None) -> None:
@@ -161,15 +161,15 @@ class Progress:
         steps = [place & (2**32 - 1) for place in places]
         if len(set(steps)) > 1:
             raise RankMismatchError(
-                f"every rank must have made as many steps, got, by rank, "
+                "every rank must have made the same number of steps, got by rank "
                 f"{dict(enumerate(steps))}; {_LOAD}."
             )
         if len(set(digests)) > 1:
             check_same(
                 self._shards.comm,
                 options,
-                "every rank must step with the same options (step a scheduler on every rank, by a "
-                "loss that is all-reduced)",
+                "every rank must step with the same options (step a scheduler on every rank, with "
+                "a loss that is all-reduced)",
             )
 
     def reuse(self, gradients: GradientReducer, error: ZerocastError | None) -> None:
@@ -202,7 +202,7 @@ def _check_numbers(numbers: Sequence[int]) -> None:
     if len(set(numbers)) > 1:
         given = {rank: number - 1 if number else None for rank, number in enumerate(numbers)}
         raise RankMismatchError(
-            f"every rank must make the same step, got its number, by rank, {given}: a rank has "
-            f"left one out, or made one twice. Nothing has been changed: go on with the same step "
-            f"on every rank, or {_LOAD}."
+            f"every rank must make the same step, got steps {given} by rank: a rank has skipped or "
+            "repeated one. Nothing has been changed: continue with the same step on every rank, or "
+            f"{_LOAD}."
         )

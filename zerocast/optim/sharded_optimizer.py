@@ -150,7 +150,7 @@ class ShardedOptimizer(Uncopied, torch.optim.Optimizer):
         """
         if self._is_complete:
             raise UnsupportedError(
-                "a ZeroOptimizer cannot take another param group, because its buffers are cut over "
-                "ranks; make a new one with all groups."
+                "a ZeroOptimizer cannot take another param group, because its buffers are sharded "
+                "over ranks; make a new one with all groups."
             )
         super().add_param_group(param_group)

@@ -166,8 +166,8 @@ class ShardedWeights:
         for weight, now, before in zip(self.weights, self._places(), self._found, strict=True):
             if now != before:
                 return InputError(
-                    f"{weight.name} must stay in the buffer that ZeroOptimizer put it in, and no "
-                    "longer lies there; convert or move a model (model.to, model.float) before "
+                    f"{weight.name} must stay in the buffer that ZeroOptimizer put it in, and is "
+                    "no longer there; convert or move a model (model.to, model.float) before "
                     "making its optimizer, and write weights in place (copy_)."
                 )
         self._codes.note_announced()

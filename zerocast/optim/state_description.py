@@ -68,7 +68,7 @@ def check_described(given: Mapping[str, Any], this: Description) -> None:
         has, lacks = ("it", "this one") if alone[0] in theirs else ("this one", "it")
         raise InputError(
             f"a state must be loaded into an optimizer of the same weights: {has} has "
-            f"{alone[0]!r}, and {lacks} has not."
+            f"{alone[0]!r}, and {lacks} does not."
         )
     for name, present in ours.items():
         weight = theirs[name]
@@ -163,8 +163,7 @@ def check_numbers(what: str, tensor: torch.Tensor, *, finite: bool) -> None:
         place = int(wrong.reshape(-1).nonzero()[0])
         raise NonFiniteError(
             f"{what} must be {'finite' if finite else 'numbers'}, got "
-            f"{float(tensor.reshape(-1)[place])} at element {place}; go on from a state that was "
-            "saved before."
+            f"{float(tensor.reshape(-1)[place])} at element {place}; load an earlier state."
         )
 
 

@@ -17,9 +17,9 @@ from zerocast.errors import InputError
 def _refuse(*args: object, **kwargs: object) -> NoReturn:
     raise InputError(
         "this gradient was taken during backward by a ZeroOptimizer with overlap_grad_reduce=True, "
-        "and cannot be used any more. Clip by optimizer.clip_grad_norm_, forget gradients by "
-        "optimizer.zero_grad(), scale the loss, read and change gradients in hooks of their "
-        "weights; or leave out torch's DDP, which reduces gradients itself, or overlap_grad_reduce."
+        "and cannot be used any more. Clip with optimizer.clip_grad_norm_, drop gradients with "
+        "optimizer.zero_grad(), scale the loss, and read or change gradients in hooks of their "
+        "weights. Or leave out overlap_grad_reduce, or torch's DDP, which reduces gradients itself."
     )
 
 

@@ -262,8 +262,8 @@ class ZeroOptimizer(SavedOptimizer):
             raise error
         if self._inner.mode != "train":
             raise InputError(
-                f"{type(self.inner).__name__} was put into the mode of eval(); call "
-                "optimizer.train() before the next forward and step."
+                f"{type(self.inner).__name__} is in the mode of eval(); call optimizer.train() "
+                "before the next forward and step."
             )
 
     @torch.no_grad()
@@ -339,7 +339,7 @@ class ZeroOptimizer(SavedOptimizer):
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the norm of order {norm_type} of all gradients is {norm.item()}, so they cannot "
-                f"be clipped; look for the loss that gave them, or leave error_if_nonfinite out."
+                "be clipped; find the loss that caused it, or leave error_if_nonfinite out."
             )
         self._gradients.scale_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         self._gradients.keep()

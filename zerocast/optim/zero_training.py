@@ -64,9 +64,9 @@ class EveryRank:
 
     def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
         raise UnsupportedError(
-            "torch.distributed.checkpoint takes tensors of one name for copies, and would keep one "
-            "rank's part of a ZeroOptimizer's state for all; call zerocast.checkpoint.save(path, "
-            "optimizer), which keeps every rank's."
+            "torch.distributed.checkpoint treats tensors of one name as copies, and would save "
+            "only one rank's part of a ZeroOptimizer's state; call zerocast.checkpoint.save(path, "
+            "optimizer), which saves every rank's."
         )
 
 
@@ -211,7 +211,7 @@ class ZeroTraining(MasterHolder):
             check_format(zero)
             if zero["digest"] != digest_of(zero):
                 raise InputError(
-                    "what a state dict says under zero must be as it was saved, and has another "
+                    "the entry zero of a state dict must be as it was saved, and has another "
                     "digest; the state is damaged."
                 )
             check_described(zero, described)
@@ -228,9 +228,9 @@ class ZeroTraining(MasterHolder):
         for name, share in wanted.shares.items():
             if not share.fill(wanted.tensors[name].pieces):
                 raise InputError(
-                    f"this rank needs elements of {name} which the given state has not, or not "
-                    "once; load on as many ranks as saved, each its own state dict, or give every "
-                    "rank the sequence of all ranks' state dicts."
+                    f"this rank needs elements of {name} which the given state lacks, or has more "
+                    "than once; load on as many ranks as saved, each its own state dict, or give "
+                    "every rank the sequence of all ranks' state dicts."
                 )
         self.check(state)
         return state
@@ -300,9 +300,9 @@ class SavedOptimizer(ShardedOptimizer):
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise UnsupportedError(
-                "get_optimizer_state_dict takes tensors to be whole or DTensors, and every rank of "
-                "a ZeroOptimizer holds other elements; call zerocast.checkpoint.save, or let every "
-                "rank save what its optimizer.state_dict() returns in a separate file."
+                "get_optimizer_state_dict expects whole tensors or DTensors, and every rank of a "
+                "ZeroOptimizer holds different elements; call zerocast.checkpoint.save, or let "
+                "every rank save what its optimizer.state_dict() returns in a separate file."
             )
         if (error := self._progress.unfinished_error("state_dict")) is not None:
             raise error

@@ -47,7 +47,7 @@ class Float8Recipe(Recipe):
         if self.has_power_2_scales and formula != "reciprocal":
             raise InputError(
                 f"scales that are powers of two have one formula, got scale_formula={formula!r} "
-                f"for {type(self).__name__}; leave one of them."
+                f"for {type(self).__name__}; leave one of them out."
             )
 
     @property

@@ -130,7 +130,6 @@ def replace_fields(recipe: object, **values: object) -> None:
 def refuse_hadamard(given: str) -> None:
     """Raise :class:`UnsupportedError`, which says why there is no random Hadamard transform."""
     raise UnsupportedError(
-        f"the random Hadamard transform is not available, got {given}: it smooths activations and "
-        f"gradients of NVFP4 training and is never applied to weights, which zerocast is about; "
-        f"leave it disabled (disable_rht=True)."
+        f"the random Hadamard transform is not available, got {given}: it applies to activations "
+        "and gradients of NVFP4 training, never to weights; leave it disabled (disable_rht=True)."
     )

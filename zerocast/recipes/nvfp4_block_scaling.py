@@ -97,7 +97,7 @@ class NVFP4BlockScaling(Recipe):
         if self.chooses_scales and self._has_flat_blocks:
             raise InputError(
                 "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D "
-                "quantization; leave one of them."
+                "quantization; change one of them."
             )
         mode = self.nvfp4_4over6_err_mode
         if not isinstance(mode, str) or mode.upper() not in ("MAE", "MSE"):

@@ -67,7 +67,7 @@ def fixed(value: Any, reason: str) -> Any:
     return field(default=value, repr=False, metadata={"reason": reason})
 
 
-_NO_ATTENTION = "attention is not zerocast's"
+_NO_ATTENTION = "zerocast has no attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Recipe(ABC):
             same = isinstance(given, type(each.default) | str) and given == each.default
             if "reason" in each.metadata and not same:
                 raise UnsupportedError(
-                    f"{type(self).__name__}({each.name}={shown(given)}) is not served: "
+                    f"{type(self).__name__}({each.name}={shown(given)}) is not supported: "
                     f"{each.metadata['reason']}; leave it {each.default!r}."
                 )
         check_fields(self)

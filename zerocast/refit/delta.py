@@ -148,8 +148,8 @@ def unpacked(name: str, data: torch.Tensor) -> Delta:
     """
     check_tensor("a delta", data)
     damaged = DeltaError(
-        f"{name}: the delta of {data.nbytes} bytes was damaged on its way, or is none; ask for a "
-        f"full sync, deltas(since=None)."
+        f"{name}: the delta of {data.nbytes} bytes was damaged in transfer, or is not a delta; ask "
+        "for a full sync, deltas(since=None)."
     )
     if why_no_memory(data) or data.dtype != torch.uint8 or data.dim() != 1:
         raise damaged
@@ -181,7 +181,7 @@ def _unpacked(
     name = b"".join(word.to_bytes(8, "little", signed=True) for word in names)
     dtype = getattr(torch, name.rstrip(b"\0").decode())
     if not isinstance(dtype, torch.dtype) or dtype not in SENT:
-        raise ValueError(f"{dtype} is no dtype of a delta")
+        raise ValueError(f"{dtype} is not a dtype of a delta")
     begin, end = _FIXED * 8, (_FIXED + dimensions + 3 * segments) * 8
     is_long = dimensions > MOST_DIMENSIONS
     if is_long or min(dimensions, segments) < 0 or end > data.nbytes:

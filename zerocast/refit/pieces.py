@@ -51,9 +51,9 @@ def refuse_parts(export: Export) -> None:
         for entry in export.entries:
             if entry.tp_shard is not None:
                 raise UnsupportedError(
-                    f"{entry.name} is split by tensor parallelism, {entry.tp_shard}, of which no "
-                    f"rank has a range of the whole; take whole tensors by named_tensors, or "
-                    f"deltas, which gather such weights."
+                    f"{entry.name} is split by tensor parallelism, {entry.tp_shard}, so no rank "
+                    "has a range of the whole weight; take whole tensors by named_tensors, or "
+                    "deltas, which gather such weights."
                 )
 
 

@@ -68,7 +68,7 @@ class Receiver:
             held = "none" if state is None else f"version {state.version}"
             raise DeltaError(
                 f"{name}: this delta follows version {given.since}, and {held} is held, so one was "
-                f"lost or came twice; ask for a full sync, deltas(since=None)."
+                "lost or applied twice; ask for a full sync, deltas(since=None)."
             )
         flat = as_integers(tensor)
         places = given.places.to(tensor.device)
@@ -82,8 +82,7 @@ class Receiver:
         if not fits:
             raise DeltaError(
                 f"{name}: this delta does not make version {given.version} of the tensor that is "
-                f"held, which was written by something else; ask for a full sync, "
-                f"deltas(since=None)."
+                "held, which other code has written; ask for a full sync, deltas(since=None)."
             )
         flat[places] = values
         self.applied += 1
@@ -144,8 +143,8 @@ class Receiver:
         for name, state in self._states.items():
             if int(digest(self.tensors[name])) != state.checksum:
                 raise DeltaError(
-                    f"{name}: the tensor that is held is not version {state.version}; it was "
-                    f"written by something else. Ask for a full sync, deltas(since=None)."
+                    f"{name}: the tensor that is held is not version {state.version}; other code "
+                    "has written it. Ask for a full sync, deltas(since=None)."
                 )
 
 

@@ -138,10 +138,10 @@ class Refit(Uncopied):
         if since is not None:
             check_integer("since", since, 0, 2**62)
             if since != self.version or not self._is_complete:
-                have = f"version {self.version}" if self._is_complete else "none that was used up"
+                have = f"version {self.version}" if self._is_complete else "not complete"
                 raise InputError(
-                    f"deltas follow the version that was sent last, which is {have}, got "
-                    f"since={since}; give since=None for a full sync."
+                    f"deltas follow the version that was sent last, {have}, got since={since}; "
+                    "give since=None for a full sync."
                 )
         return self._deltas(since)
 

@@ -59,11 +59,10 @@ class AmaxGroup:
                     return []
                 first, other = (f"over {p}" if p else "not at all" for p in (places[0], place))
                 raise InputError(
-                    f"weights of one amax group are cast together, when the first of them is "
-                    f"gathered, so fully_shard must shard them over the same ranks, got "
+                    "weights of one amax group are cast together, when the first of them is "
+                    "gathered, so fully_shard must shard them over the same ranks, got "
                     f"{members[0].name} {first} and {member.name} {other}; call it on all their "
-                    f"layers, or modules around them, with one mesh, or leave one out of "
-                    f"amax_groups."
+                    "layers, or modules around them, with one mesh, or remove one from amax_groups."
                 )
         return members
 

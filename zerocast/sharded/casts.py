@@ -195,9 +195,9 @@ def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dt
     others = ", ".join(member.name for member in cast_group if member is not gather)
     given = gather.shards.storage.dtype
     raise InputError(
-        f"weights of one amax group are cast together, so they must be gathered in one dtype, got "
+        "weights of one amax group are cast together, so they must be gathered in one dtype, got "
         f"{given} for {others} and {dtype} for {gather.name}; give their modules one "
-        f"MixedPrecisionPolicy, or leave one out of amax_groups."
+        "MixedPrecisionPolicy, or remove one from amax_groups."
     )
 
 

@@ -164,9 +164,9 @@ def check_placement(name: str, weight: torch.Tensor) -> None:
         )
     if _keeps_rows_of_several_ranks(weight):
         raise UnsupportedError(
-            f"{name}: after a forward torch's FSDP2 can keep all of a weight that was all-gathered "
-            f"in codes, or this rank's rows, got an int for reshard_after_forward, by which it "
-            f"would keep the rows of several ranks; give fully_shard True or False."
+            f"{name}: reshard_after_forward must be True or False for a weight that FSDP2 "
+            "all-gathers in codes, got an int, which keeps the rows of several ranks after a "
+            "forward; give fully_shard True or False."
         )
 
 

@@ -69,8 +69,8 @@ def check_state(name: str, recipe: Recipe, own: Buffers, given: Buffers, remedy:
         )
     if (wrong := recipe.wrong_state(given)) is not None:
         raise InputError(
-            f"the recipe state of {name} must be one that casts have left, got {wrong}; the "
-            "state is damaged."
+            f"the recipe state of {name} must be one that casts produce, got {wrong}; the state is "
+            "damaged."
         )
 
 

@@ -142,7 +142,7 @@ def _described(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor | str]
         local = local.value
     if (problem := why_no_memory(local)) is not None:
         raise InputError(
-            f"verify takes quantized weights, masters and tensors with memory of their own, got as "
+            "verify takes quantized weights, masters and tensors with allocated storage, got as "
             f"{name} {problem}, or leave it out."
         )
     return {_IS: description + place, "values": local}

@@ -248,9 +248,9 @@ def _unpack(message: torch.Tensor, storage: QuantizedStorage) -> None:
 def _check_message(storage: QuantizedStorage, message: torch.Tensor) -> None:
     if not torch.equal(message[:_DIGEST], _digest(storage)):
         raise RankMismatchError(
-            f"a quantized weight is received from one of the same shape, recipe and buffers, here "
+            "a quantized weight must be received from one of the same shape, recipe and buffers, "
             f"{_meaning(storage)}, got another message; give the same kind of weight on every "
-            f"rank, or move weight.dequantize()."
+            "rank, or move weight.dequantize()."
         )
 
 
@@ -280,11 +280,11 @@ def _all_quantized(tensors: Sequence[torch.Tensor]) -> bool:
 def _refusal(name: str, outputs: Sequence[torch.Tensor]) -> UnsupportedError:
     if name not in _MOVED:
         return UnsupportedError(
-            f"{name} would write a quantized weight by computing with, or putting together, "
-            f"values, and its codes cannot hold the result. Reduce gradients or FP32 masters and "
-            f"cast them (zerocast.CastPlan); to average or gather values, run the collective on "
-            f"weight.dequantize() and weight.copy_() the result; to move weights, use broadcast, "
-            f"all_gather into a list, scatter, or send and recv."
+            f"{name} would write computed or concatenated values into a quantized weight, whose "
+            "codes cannot hold them. Reduce gradients or FP32 masters and cast them "
+            "(zerocast.CastPlan); to average or gather values, run the collective on "
+            "weight.dequantize() and weight.copy_() the result; to move weights, use broadcast, "
+            "all_gather into a list, scatter, or send and recv."
         )
     if any(isinstance(tensor, DequantizedView) for tensor in outputs):
         return UnsupportedError(

@@ -50,8 +50,8 @@ def dequantize(storage: QuantizedStorage, *, columnwise: bool = False) -> torch.
     """
     if torch.jit.is_tracing():
         raise UnsupportedError(
-            "torch.jit.trace would hold the present value of quantized codes as a constant, "
-            "whatever is cast later; use torch.export or torch.compile, or trace a model with "
+            "torch.jit.trace would record the current value of a quantized weight as a constant, "
+            "and ignore later casts; use torch.export or torch.compile, or trace a model with "
             "torch.nn.Parameter(weight.dequantize()) in the place of each quantized weight."
         )
     plane = storage.planes[columnwise]

@@ -132,9 +132,9 @@ def _copy_(
     storage = into.quantized_storage
     if storage.gathered_from is not None:
         raise UnsupportedError(
-            f"a weight that was gathered cannot be written, for the next gather makes it from its "
-            f"master again: call reshard() on the module that shards {storage.gathered_from}, and "
-            f"write its parameter then, which is the master."
+            "a weight that was gathered cannot be written, because the next gather overwrites it: "
+            f"call reshard() on the module that shards {storage.gathered_from}, and then write its "
+            "parameter, which is the master."
         )
     keeps_init_val = storage.keeps_source or storage.high_precision_init_val is not None
     if isinstance(source, QuantizedTensor):

@@ -68,7 +68,7 @@ class QuantizedTensor(WeightData):
                 "a quantized weight is made by zerocast.quantize or zerocast.empty. Code that "
                 "makes new parameters by their class (accelerate's init_empty_weights and its "
                 "loading of checkpoints) needs a model without quantized weights: call "
-                "zerocast.nn.convert after it."
+                "zerocast.nn.convert afterwards."
             )
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, storage.shape, dtype=storage.dtype, device=storage.device

@@ -68,7 +68,7 @@ def _raw_data(
     if problem is not None:
         raise InputError(
             f"{argument} must be a contiguous torch.uint8 tensor on the weight's device "
-            f"{old.device} with memory of its own, for the {old.numel()} bytes of the weight's "
+            f"{old.device} with allocated storage, for the {old.numel()} bytes of the weight's "
             f"codes in shape {tuple(old.shape)} or ({old.numel()},), got {problem}."
         )
     return given.detach().view(old.shape)

@@ -61,7 +61,7 @@ def restore_storage(
     if not isinstance(rebuild_on_use, bool | None):
         raise _damaged("rebuild_on_use to be a bool or None", repr(rebuild_on_use))
     if not isinstance(amax_group, str | None):
-        raise _damaged("amax_group to be a text or None", repr(amax_group))
+        raise _damaged("amax_group to be a string or None", repr(amax_group))
     storage = checked_storage(shape, dtype, recipe, buffers, tp_shard)
     _check_memory(buffers)
     storage.writes.take_over(rebuild_on_use)
@@ -116,7 +116,7 @@ def _checked_tp_shard(tp_shard: Any) -> TensorParallelShard | None:
         raise _damaged("a TensorParallelShard or None", type(tp_shard).__name__)
     numbers = [tp_shard.dim, tp_shard.start, tp_shard.size, *tp_shard.whole]
     if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-        raise _damaged("a shard of whole numbers", str(numbers))
+        raise _damaged("a shard of integers", str(numbers))
     return _made_again(tp_shard, comm=None)
 
 
@@ -132,7 +132,7 @@ def _check_nominal(
     if not isinstance(shape, Sequence) or any(
         type(size) is not int or not 0 <= size < 2**31 for size in shape
     ):
-        raise _damaged("a shape of whole numbers", repr(shape))
+        raise _damaged("a shape of integers", repr(shape))
     if dtype not in NOMINAL_DTYPES:
         raise _damaged(f"a nominal dtype of {', '.join(map(str, NOMINAL_DTYPES))}", repr(dtype))
     check_held_shape(recipe, shape, tp_shard, columnwise=columnwise)
@@ -182,7 +182,7 @@ def _check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
     spans.sort()
     for (_, end, name), (start, _, after) in itertools.pairwise(spans):
         if start < end:
-            raise _damaged("memory of its own for every buffer", f"{name} and {after} in one place")
+            raise _damaged("separate memory for every buffer", f"{name} and {after} at one address")
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -151,13 +151,13 @@ class Writes:
         if self.unfinished:
             raise UnfinishedStepError(
                 f"this weight holds parts of two casts, because its {min(self.unfinished)} has "
-                "begun and not ended; cast and gather again, or load a checkpoint."
+                "started and not completed; cast and gather again, or load a checkpoint."
             )
         if self.lack_scales:
             raise StaleCopyError(
                 "this weight was read after a cast by a plan with exchange='boundary' and before "
-                "its scales were gathered; call plan.all_gather(), or plan.all_gather_scales() "
-                "where you gather the codes by yourself."
+                "its scales were gathered; call plan.all_gather(), or plan.all_gather_scales() if "
+                "you gather the codes yourself."
             )
 
     @property

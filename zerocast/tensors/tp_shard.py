@@ -77,8 +77,8 @@ class TensorParallelShard:
         check_flag("per_matrix", self.per_matrix)
         if self.per_matrix and (self.dim != ROWS or len(self.whole) < 3):
             raise InputError(
-                f"per_matrix is for rows of each matrix of a weight of three dimensions or more, "
-                f"got {LINES[self.dim]} of shape {tuple(self.whole)}."
+                "per_matrix needs rows of each matrix of a weight of three dimensions or more, got "
+                f"{LINES[self.dim]} of shape {tuple(self.whole)}."
             )
         if self.dim == ROWS and len(self.whole) < 2:
             raise InputError(
@@ -187,9 +187,8 @@ class TensorParallelShard:
         """
         if self.comm is None:
             raise InputError(
-                f"{self} was saved and loaded, and a group cannot be; give it one before the "
-                f"weight is cast: weight.quantized_storage.tp_shard = "
-                f"dataclasses.replace(tp_shard, comm=...)."
+                f"{self} was loaded, and a group cannot be saved; give it one before the weight is "
+                "cast: weight.quantized_storage.tp_shard = dataclasses.replace(tp_shard, comm=...)."
             )
         return self.comm
 

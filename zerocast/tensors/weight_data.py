@@ -140,8 +140,8 @@ class WeightData(torch.Tensor):
         )
         if not (keeps_rowwise or keeps_columnwise):
             raise InputError(
-                "a quantized tensor keeps its rowwise copy, its columnwise copy or both, got False "
-                "for what it has; drop the tensor itself."
+                "a quantized tensor must keep its rowwise copy, its columnwise copy or both, got "
+                "False for all that it has; delete the tensor instead."
             )
         if keeps_rowwise:
             self._rowwise("rowwise_data")

@@ -128,6 +128,6 @@ def test_a_backend_that_splits_over_several_dimensions_is_refused():
     tree, _ = converted(Linear.Config(in_features=DIM, out_features=DIM))
     dims = SimpleNamespace(tp_enabled=True, spmd_backend="full_dtensor")
     assert message_of(zerocast.UnsupportedError, tree.build().parallelize, dims) == (
-        ": spmd_backend='full_dtensor' is not served with tensor parallelism: weights must be "
+        ": spmd_backend='full_dtensor' is not supported with tensor parallelism: weights must be "
         "split over a mesh of one dimension. Choose 'spmd_types' or 'partial_dtensor'."
     )

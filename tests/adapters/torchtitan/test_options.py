@@ -37,12 +37,12 @@ OFF = dict.fromkeys(("gathers_codes", "precomputes", "weights_only"), False)
         (
             "rowwise_with_gw_hp",
             "it computes the gradient of the weight from operands in high precision; 'rowwise' "
-            "quantizes those, too.",
+            "quantizes those as well.",
         ),
         (
             "mxfp8_rceil_wgrad_with_hp",
             "it computes the gradient of the weight from operands in high precision; 'mxfp8_rceil' "
-            "quantizes those, too.",
+            "quantizes those as well.",
         ),
         (
             "mxfp8_cublas",
@@ -51,15 +51,15 @@ OFF = dict.fromkeys(("gathers_codes", "precomputes", "weights_only"), False)
         ),
         (
             "delayed",
-            "torchtitan computes activations again in the backward, when the scales of the forward "
-            "are gone; 'tensorwise' makes its scales from the tensors at hand.",
+            "torchtitan recomputes activations in the backward, without the scales of the forward; "
+            "'tensorwise' makes its scales from the tensors at hand.",
         ),
     ],
 )
 def test_schemes_that_are_not_served(name, why):
     """A scheme that is known and not served is refused with what to choose instead."""
     message = message_of(zerocast.UnsupportedError, recipe_named, name)
-    assert message == f"recipe_name={name!r} is not served here: {why}"
+    assert message == f"recipe_name={name!r} is not supported: {why}"
 
 
 def test_an_unknown_scheme():
@@ -83,8 +83,8 @@ def test_an_unknown_scheme():
         (
             "weights_only",
             zerocast.InputError,
-            "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
-            "gathers there would be nothing quantized.",
+            "weights_only=True needs enable_fsdp_float8_all_gather=True: without it nothing would "
+            "be quantized.",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_attributes_are_the_live_buffers(scheme):
         assert getattr(weight, field).data_ptr() == getattr(weight, name).data_ptr()
     for other in {*BLOCKS, "_data", "_transpose", "_scale_inv", "_amax_rowwise"} - set(fields):
         assert not hasattr(weight, other)
-        with pytest.raises(MissingDataError, match="attribute of tensors of other schemes"):
+        with pytest.raises(MissingDataError, match="attribute of tensors of other recipes"):
             setattr(weight, other, torch.zeros(1))
 
 

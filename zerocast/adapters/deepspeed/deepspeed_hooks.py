@@ -59,16 +59,15 @@ def check_configuration(
     }
     if any(weight.requires_grad for weight in weights):
         refused |= {
-            "zero_optimization.stage=0, which keeps masters whole; use stage 1 or 2": stage == 0,
-            "offload_optimizer, because masters are cast where the codes lie; leave it out": (
-                getattr(zero.offload_optimizer, "device", "none") != "none"
-            ),
+            "zero_optimization.stage=0, which does not shard masters; use stage 1 or 2": stage == 0,
+            "offload_optimizer, because a master must be on the device of its codes; leave it "
+            "out": (getattr(zero.offload_optimizer, "device", "none") != "none"),
             "zenflow, which updates parts of a group at a time; leave it out": (
                 zero.zenflow is not None
             ),
-            "data_types.grad_accum_dtype='fp32' in stage 1 with BF16, for which DeepSpeed has "
+            "data_types.grad_accum_dtype='fp32' in stage 1 with BF16, for which DeepSpeed uses "
             "another optimizer; use stage 2, or leave it out": accumulates_apart,
-            "compile.deepcompile, which sends gradients in another way; leave it out": (
+            "compile.deepcompile, which reduces gradients differently; leave it out": (
                 config.compile_config.deepcompile
             ),
         }
@@ -129,7 +128,7 @@ def _check_kinds(comm: Communicator, storages: Mapping[str, QuantizedStorage]) -
             f"{'with' if each.high_precision_init_val is not None else 'without'} its first value"
             for name, each in storages.items()
         ],
-        "every rank must build and convert its model alike, with the same quantized weights",
+        "every rank must build and convert the same model, with the same quantized weights",
     )
 
 
@@ -248,7 +247,8 @@ def check_offload(
         moved &= {str(getattr(state, "value", state)) for state in include}
     if moved and coded_groups(self.bit16_groups_flat) is not None:
         raise UnsupportedError(
-            "weights that hold codes are cast from masters where both lie, got offload_states of "
-            f"{', '.join(sorted(moved))}; give include=[OffloadStateTypeEnum.optim_states]."
+            "masters must be on the device of the weights that hold their codes, got "
+            f"offload_states of {', '.join(sorted(moved))}; give "
+            "include=[OffloadStateTypeEnum.optim_states]."
         )
     theirs(self, include, *args, **kwargs)

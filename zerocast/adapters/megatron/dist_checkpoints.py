@@ -65,11 +65,11 @@ def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> N
 def _check(storages: Sequence[QuantizedStorage], saved: Sequence[Any]) -> None:
     if len(saved) != len(storages):
         raise InputError(
-            f"a checkpoint must be of the same weights: it holds the recipe state of {len(saved)} "
-            f"weights, and the optimizer has {len(storages)} on this rank; make the model as that "
-            f"which was saved."
+            "a checkpoint must be loaded into the model that was saved: it has the recipe state of "
+            f"{len(saved)} weights, and the optimizer has {len(storages)} on this rank; build that "
+            "model."
         )
-    remedy = "make the model with the recipe that it was saved under"
+    remedy = "build the model with the recipe that it was saved under"
     for i, (storage, each) in enumerate(zip(storages, saved, strict=True)):
         name, recipe = f"weight {i} {tuple(storage.shape)}", storage.recipe
         own = _recipe_state(storage)

@@ -49,8 +49,8 @@ def quantize_linears(
     for pattern in skip:
         if not fnmatch.filter(layers, pattern):
             raise InputError(
-                f"skip must name linear layers of the model, got {pattern!r}, which fits none of "
-                f"{layers[:4]}{' ...' if len(layers) > 4 else ''}."
+                f"skip must name linear layers of the model, got {pattern!r}, which matches none "
+                f"of {layers[:4]}{' ...' if len(layers) > 4 else ''}."
             )
     plain = {name for name in layers if any(fnmatch.fnmatchcase(name, each) for each in skip)}
     plain |= {name for name in layers if _is_at_an_end(model, name, first_last_layers_bf16)}

@@ -51,7 +51,7 @@ def replace_codes(
     if len(storage.gathered) > 1:
         raise UnsupportedError(
             "a buffer of Megatron-Core holds one plane of codes, got a weight of "
-            f"{storage.recipe}, whose columnwise codes are gathered, too; use "
+            f"{storage.recipe}, whose columnwise codes are gathered as well; use "
             "enable_2d_quantization=True, or NVFP4."
         )
     if new_raw_data.numel() != tensor.rowwise_data.numel():
@@ -156,7 +156,7 @@ def make_optimizer(
     if weights and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         raise UnsupportedError(
             "quantized weights need FP32 masters that Megatron-Core holds, got a precision-aware "
-            "optimizer, which keeps masters to itself; set "
+            "optimizer, which does not expose its masters; set "
             "OptimizerConfig(main_params_dtype=torch.float32, fp8_recipe='blockwise', "
             "optimizer_cpu_offload=False), or use_precision_aware_optimizer=False."
         )
@@ -171,8 +171,8 @@ def _check_buffers_hold_codes(weights: list[QuantizedTensor], config: Any) -> No
     if weights and getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise UnsupportedError(
             "quantized weights need buffers of codes, got reuse_grad_buf_for_mxfp8_param_ag=True, "
-            "by which Megatron-Core gathers MXFP8 as BF16 values; leave it False: codes take half "
-            "of these bytes."
+            "with which Megatron-Core gathers MXFP8 as BF16 values; leave it False: codes take "
+            "half of these bytes."
         )
 
 
@@ -201,7 +201,7 @@ def make_fsdp(
     if _quantized(module.parameters()):
         raise UnsupportedError(
             "quantized weights need Megatron-Core's DistributedDataParallel, got Megatron-FSDP, "
-            "which frees the planes of a weight's codes and sets them one at a time; shard by "
+            "which frees the planes of a weight's codes and sets them one at a time; shard with "
             "zerocast.sharded and torch's fully_shard instead."
         )
     theirs(self, module, *args, **kwargs)
@@ -231,8 +231,8 @@ def halve_layout(theirs: Callable[..., Any], self: Any, params_with_names: Any) 
     for weight, name in params_with_names:
         if not is_4_bits(_no, weight):
             raise UnsupportedError(
-                f"a buffer of 4-bit codes holds nothing else, got {name} beside them; give all "
-                "linear layers one recipe."
+                f"a buffer of 4-bit codes must hold nothing else, got {name} in it; use one recipe "
+                "for all linear layers."
             )
     ranks = self.data_parallel_world_size
     for start, end in self.bucket_indices:

@@ -115,9 +115,9 @@ class QuantizedLinear(AutocastLinear, Module):
         """
         if parallel_dims.tp_enabled and parallel_dims.spmd_backend == "full_dtensor":
             raise UnsupportedError(
-                f"{self.name}: spmd_backend='full_dtensor' is not served with tensor parallelism: "
-                f"weights must be split over a mesh of one dimension. Choose 'spmd_types' or "
-                f"'partial_dtensor'."
+                f"{self.name}: spmd_backend='full_dtensor' is not supported with tensor "
+                "parallelism: weights must be split over a mesh of one dimension. Choose "
+                "'spmd_types' or 'partial_dtensor'."
             )
         whole = self.weight.shape
         super().parallelize(parallel_dims)

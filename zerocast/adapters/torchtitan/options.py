@@ -31,12 +31,12 @@ has the meaning that it has in torchtitan."""
 
 _MIXED = "it computes the gradient of the weight from operands in high precision"
 _REFUSED = {
-    "rowwise_with_gw_hp": f"{_MIXED}; 'rowwise' quantizes those, too",
-    "mxfp8_rceil_wgrad_with_hp": f"{_MIXED}; 'mxfp8_rceil' quantizes those, too",
+    "rowwise_with_gw_hp": f"{_MIXED}; 'rowwise' quantizes those as well",
+    "mxfp8_rceil_wgrad_with_hp": f"{_MIXED}; 'mxfp8_rceil' quantizes those as well",
     "mxfp8_cublas": "it rounds scales down, and MXFP8 here rounds them up; 'mxfp8_cublas_rceil' is "
     "that scheme",
-    "delayed": "torchtitan computes activations again in the backward, when the scales of the "
-    "forward are gone; 'tensorwise' makes its scales from the tensors at hand",
+    "delayed": "torchtitan recomputes activations in the backward, without the scales of the "
+    "forward; 'tensorwise' makes its scales from the tensors at hand",
 }
 
 
@@ -48,7 +48,7 @@ def recipe_named(name: str) -> Recipe:
         InputError: for an unknown name.
     """
     if name in _REFUSED:
-        raise UnsupportedError(f"recipe_name={name!r} is not served here: {_REFUSED[name]}.")
+        raise UnsupportedError(f"recipe_name={name!r} is not supported: {_REFUSED[name]}.")
     ours = {key: scheme() for key, scheme in RECIPES.items() if key not in _REFUSED}
     return as_recipe(name, names={**ours, **TORCHTITAN_RECIPES}, what="recipe_name")
 
@@ -71,6 +71,6 @@ def check_combination(*, gathers_codes: bool, precomputes: bool, weights_only: b
         )
     if weights_only and not gathers_codes:
         raise InputError(
-            "weights_only=True needs enable_fsdp_float8_all_gather=True: without codes in the "
-            "gathers there would be nothing quantized."
+            "weights_only=True needs enable_fsdp_float8_all_gather=True: without it nothing would "
+            "be quantized."
         )

@@ -127,12 +127,12 @@ class CudaBackend(ReferenceBackend):
             no_second = (NVFP4Numerics, Float8DelayedNumerics)
             if len(shard.cast_planes) > 1 and isinstance(numerics, no_second):
                 raise BackendError(
-                    f"the cuda backend casts no second plane under a scale of the tensor, got one "
+                    "the cuda backend cannot cast a second plane under a tensor scale, got one "
                     f"under {numerics}; cast it under use_backend('reference')."
                 )
             if isinstance(numerics, Float8DelayedNumerics) and shard.grid.num_blocks != 1:
                 raise BackendError(
-                    f"the cuda backend takes delayed scaling of one block a tensor, got "
+                    "the cuda backend supports delayed scaling with one block per tensor, got "
                     f"{shard.grid}; cast it under use_backend('reference')."
                 )
         encoder = f"NearestVec4<{numerics.fmt.name.upper()}>"
@@ -306,8 +306,8 @@ class CudaBackend(ReferenceBackend):
         if tensor.device != self.launcher.device or not tensor.is_contiguous():
             raise BackendError(
                 f"the cuda backend takes contiguous tensors on {self.launcher.device}, got "
-                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}; pass "
-                "one of those."
+                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}; move "
+                "it, or call .contiguous()."
             )
         return tensor.data_ptr()
 
@@ -328,6 +328,6 @@ def _check_choosing(grid: BlockGrid) -> None:
 def _check_whole_bytes(cols: int) -> None:
     if cols % 2:
         raise BackendError(
-            f"the cuda backend takes 4-bit codes in rows of whole bytes, got {cols} columns; cast "
+            f"the cuda backend needs rows of whole bytes for 4-bit codes, got {cols} columns; cast "
             "this weight under use_backend('reference')."
         )

@@ -129,9 +129,9 @@ def tiled(
     if others and not alone:
         grid, second = others[0]
         raise BackendError(
-            "the cuda backend casts a second plane in blocks of one column beside blocks of one "
-            f"row, 16, 32, 64, 128, a multiple of 256 or all of its columns wide, got {grid} and "
-            f"{second}; cast this weight under use_backend('reference')."
+            "the cuda backend casts two planes if one has blocks of one column, the other of one "
+            "row, 16, 32, 64, 128, a multiple of 256 or all columns wide, got "
+            f"{grid} and {second}; cast this weight under use_backend('reference')."
         )
     cuts: list[WeightCuts] = []
     if others or (alone and all(grid.num_blocks == 1 for grid, _, _ in planes)):

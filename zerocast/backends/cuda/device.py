@@ -60,9 +60,9 @@ class DeviceLauncher:
         small = table.numel() <= WORDS
         if self.capturing and not small:
             raise BackendError(
-                "a plan must be made, and a tensor of a new shape be quantized or decoded, before "
-                "a CUDA graph is captured, got a stream that is being captured; run the same once "
-                "outside of the capture."
+                "plans, and launches for a new shape, must be prepared before a CUDA graph is "
+                "captured, got a stream that is being captured; run the same calls once before the "
+                "capture."
             )
         with torch.cuda.device(self.device):
             if small:
@@ -83,8 +83,8 @@ class DeviceLauncher:
     def refresh(self, table: torch.Tensor, values: torch.Tensor) -> None:
         if self.capturing:
             raise BackendError(
-                "masters must be bound before a CUDA graph is captured, got other tensors in a "
-                "capture; run plan.cast(master_weights) once outside, then capture plan.cast()."
+                "masters must be given before a CUDA graph is captured, got other tensors in a "
+                "capture; run plan.cast(master_weights) once before it, then capture plan.cast()."
             )
         table.copy_(values.pin_memory(), non_blocking=True)
 
@@ -98,8 +98,8 @@ class DeviceLauncher:
             except self._driver.CUDADriverError as error:
                 raise BackendError(
                     f"the driver must load kernel {kernel} for {self._arch}, got '{error}'; a "
-                    f"driver older than the compiler does not take its code: install a newer "
-                    f"driver, or an nvidia-cuda-nvrtc of the driver's version."
+                    "driver older than the compiler cannot load its code: install a newer driver, "
+                    "or an nvidia-cuda-nvrtc of the driver's version."
                 ) from error
 
     def _load(self, kernel: Kernel) -> int:
@@ -134,10 +134,9 @@ class DeviceLauncher:
             )
         except self._driver.CUDADriverError as error:
             raise BackendError(
-                f"the driver must launch kernel {kernel} on {grid} blocks of "
-                f"{kernel.threads} threads on {self.device}, got '{error}'. An error that an "
-                "earlier kernel of any library left behind shows here: run again with "
-                "CUDA_LAUNCH_BLOCKING=1 to find it."
+                f"the driver must launch kernel {kernel} on {grid} blocks of {kernel.threads} "
+                f"threads on {self.device}, got '{error}'. The error may be that of an earlier "
+                "kernel of any library: run again with CUDA_LAUNCH_BLOCKING=1 to find it."
             ) from error
 
     def _make_context_current(self) -> None:

@@ -24,6 +24,6 @@ def cuda_sources() -> Path:
         if (place / "arithmetic").is_dir() and (place / "cuda").is_dir():
             return place
     raise BackendError(
-        "the cuda backend needs the kernels' sources, and there are none in "
+        "the cuda backend needs the sources of its kernels, and found none in "
         f"{', '.join(map(str, places))}; install zerocast again (pip install .)."
     )

@@ -99,8 +99,8 @@ class Tables:
         def launch(*given: torch.Tensor) -> None:
             if captured and not launcher.capturing:
                 raise BackendError(
-                    "what is prepared while a CUDA graph is captured must run in that capture, "
-                    f"got {kernel} outside of it; prepare it outside, too."
+                    "a launch prepared during the capture of a CUDA graph must run in that "
+                    f"capture, got {kernel} outside of it; prepare it before the capture."
                 )
             for word, buffer in enumerate(given, len(words) - buffers):
                 arguments.replace(word, buffer.data_ptr())

@@ -196,8 +196,7 @@ def _of_transformers(path: Path) -> torch.nn.Module:
             )
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path} must be the configuration of a causal language model that transformers has; "
-            f"it says: {error}"
+            f"{path} must be the configuration of a causal language model of transformers: {error}"
         ) from error
     assert isinstance(made, torch.nn.Module)
     return made
@@ -231,8 +230,8 @@ def params_of(model: torch.nn.Module, comm: Communicator | None = None) -> Param
     plan = getattr(model, "_tp_plan", None)
     if not plan:
         raise InputError(
-            f"{type(model).__name__} names no weights that tensor parallelism shards (_tp_plan of "
-            "transformers); estimate it with tp=1."
+            f"{type(model).__name__} has no plan of tensor parallelism (_tp_plan of transformers); "
+            "estimate it with tp=1."
         )
     return [(name, _tp_part(name, weight, plan, comm)) for name, weight in params]
 

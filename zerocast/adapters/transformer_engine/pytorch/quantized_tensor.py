@@ -50,8 +50,8 @@ class SchemeTensor(QuantizedTensor, metaclass=_SchemeMeta):
     def __new__(cls, *given: Any, **named: Any) -> Any:
         raise UnsupportedError(
             f"a {cls.__name__} is made by a layer under quantized_model_init, by a quantizer, by "
-            "zerocast.quantize or by zerocast.empty; to put codes and scales that you have into "
-            "it, assign them to its attributes (_data, _rowwise_data, _scale_inv, ...)."
+            "zerocast.quantize or by zerocast.empty; to fill it with given codes and scales, "
+            "assign them to its attributes (_data, _rowwise_data, _scale_inv, ...)."
         )
 
 
@@ -79,7 +79,7 @@ def _check_field(tensor: QuantizedTensor, field: str) -> None:
     fields = _fields(tensor.recipe)
     if field not in fields:
         raise MissingDataError(
-            f"{field} is an attribute of tensors of other schemes; one of "
+            f"{field} is an attribute of tensors of other recipes; a tensor of "
             f"{type(tensor.recipe).__name__} has {', '.join(fields)}."
         )
 
@@ -124,7 +124,7 @@ def _assign(tensor: QuantizedTensor, field: str, value: torch.Tensor | None) -> 
     if problem is not None:
         raise InputError(
             f"{field} must be a contiguous {old.dtype} tensor of shape {tuple(old.shape)} on "
-            f"{old.device} with memory of its own, got {problem}."
+            f"{old.device} with allocated storage, got {problem}."
         )
     same = torch.equal(value, old)
     storage.replace(name, value.detach())

@@ -24,8 +24,8 @@ def check_one_value(**given: tuple[object, object]) -> None:
     for name, (value, served) in given.items():
         if value is not served and value != served:
             raise UnsupportedError(
-                f"{name}={value!r} is not served; leave it {served!r}. docs/TRANSFORMER_ENGINE.md "
-                "says what takes its place."
+                f"{name}={value!r} is not supported; leave it {served!r}. "
+                "docs/TRANSFORMER_ENGINE.md says what replaces it."
             )
 
 
@@ -90,8 +90,8 @@ class Quantizer(OwnQuantizer):
         missing = [name for name in recipe.state if name not in storage.buffers]
         if missing:
             raise MissingDataError(
-                f"this tensor does not hold {', '.join(missing)}, by which {recipe} casts, because "
-                "a quantizer made it; cast into it by that quantizer's update_quantized."
+                f"this tensor does not hold {', '.join(missing)}, which {recipe} needs, because a "
+                "quantizer made it; cast into it with that quantizer's update_quantized."
             )
         kind = cls._classes.get(recipe.scheme, Quantizer)
         made = kind.__new__(kind)
@@ -175,8 +175,8 @@ class Quantizer(OwnQuantizer):
         """
         if noop_flag is not None:
             raise UnsupportedError(
-                "a cast that a flag on the device turns off is not served; leave noop_flag=None "
-                "and call update_quantized where the cast is wanted."
+                "noop_flag is not supported; leave it None, and call update_quantized only when a "
+                "cast is wanted."
             )
         given = dst.recipe if isinstance(dst, QuantizedTensor) else None
         if given is None or _meaning(given) != _meaning(self.recipe):
