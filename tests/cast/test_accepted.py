@@ -40,7 +40,7 @@ def test_check_finite_names_what_nvfp4_decodes_to_infinities(comm, recipe) -> No
     assert weight.dequantize(torch.float32)[0, 0] == largest
     values[0, 0] = torch.nextafter(largest, torch.tensor(torch.inf))
     text = told_all(comm, NonFiniteError, plan.cast)
-    assert "but a.weight holds finite values above 7.596e+35, of which NVFP4 decodes inf" in text
+    assert "but a.weight holds finite values above 7.596e+35, which NVFP4 decodes as inf" in text
     assert "Found on rank 0" in text
     if recipe == "nvfp4":
         whole = zerocast.quantize(values, RECIPES[recipe], dtype=torch.float32)

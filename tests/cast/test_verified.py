@@ -183,7 +183,7 @@ def master_moved_on(each: Weights, _: Any) -> None:
 # The fault; the mode that finds it; what the message says of it.
 FAULTS: list[tuple[Callable[[Weights, Any], None], str, str, tuple[str, ...]]] = [
     (flipped_nibble, "full", "hash", ("b.weight (32, 96)", "rank 1 holds 0x", "[16, 19] of rowwise",
-                                      "ranks 0, 2 hold what that cast has")),
+                                      "ranks 0, 2 hold the right bytes")),
     (flipped_derived, "full", "full", ("a.weight", "rank 2 holds", "[0, 10] of columnwise_data")),
     (stale_scale, "full", "hash", ("a.weight", "rank 2 holds 0x", "of rowwise_scale_inv", "stale")),
     (one_step_behind, "boundary", "hash", ("a.weight", "rank 0 holds", "ranks 1, 2 hold what that",

@@ -150,7 +150,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another weight": (
         lambda p: change(p, weight("name", "other")),
-        "this one has 'layer.0', and it has not",
+        "this one has 'layer.0', and it does not",
     ),
     "another optimizer": (
         lambda p: change(p, content(optimizer="torch.optim.sgd.SGD")),
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_another_training_is_refused(checkpoint: Path) -> None:
         "same optimizer: .*AdamW, .*Adam.": lambda comm: (
             Training(comm, RECIPES["delayed"], torch.optim.Adam).optimizer
         ),
-        "same weights: it has 'layer.0', and this one has not": lambda comm: ZeroOptimizer(
+        "same weights: it has 'layer.0', and this one does not": lambda comm: ZeroOptimizer(
             weights()[1:], group=comm
         ),
         "same number of param groups: it was saved with 1, and this one has 2": lambda comm: (

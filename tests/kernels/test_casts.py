@@ -525,7 +525,7 @@ def test_copies_of_several_squares(make, rows, cols):
         ("forward", Scheme(FOUR_OVER_SIX[0], ScaleLayout(BlockGrid(8, 64, 1, 32))),
          "16x16 blocks, got BlockGrid"),
         ("forward", Scheme(NVFP4Numerics(), ScaleLayout(BlockGrid(4, 5, 16, 16))),
-         "whole bytes, got 5 columns"),
+         "4-bit codes, got 5 columns"),
         ("forward", Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(8, 40, 1, 20)),
                            ScaleLayout(BlockGrid(8, 40, 8, 1))),
          "blocks of one column, the other of one"),

@@ -123,7 +123,7 @@ def test_weights_that_are_written_while_averages_are_in_them_are_not_lost_silent
     average, params = t.optimizer.ema(DECAY), t.train(0)
     masters, averages = t.masters(), [average.gather(p) for p in params]
     shown = average.in_weights()
-    with pytest.raises(InputError, match="weights were written while averages"), shown:
+    with pytest.raises(InputError, match="weights were written while they held"), shown:
         write(params)
     assert_cast_of(params, masters)
     with average.in_weights():

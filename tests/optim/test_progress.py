@@ -196,7 +196,7 @@ def test_a_rank_that_leaves_out_a_step_is_noticed_by_its_number(
 
     step(0)
     before = t.masters()
-    for given, told in ((1 + (comm.rank == 1), r"\{0: 1, 1: 2, 2: 1\}: a rank has left one out"),
+    for given, told in ((1 + (comm.rank == 1), r"\{0: 1, 1: 2, 2: 1\} by rank: a rank has skipped"),
                         (None if comm.rank else 0, r"\{0: 0, 1: None, 2: None\}")):  # fmt: skip
         with pytest.raises(RankMismatchError, match=told):
             step(given)

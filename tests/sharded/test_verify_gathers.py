@@ -73,7 +73,7 @@ def test_faults_are_named(comm: Communicator, mode: str, tmp_path: Path) -> None
     assert "layers.0.weight (48, 96)" in texts[0]
     found = {
         "hash": "rank 1 holds 0x7 (6) at element [0, 7] of rowwise_data, of the shard of rank 0",
-        "full": "[16, 7] of rowwise_data, of the shard of rank 1 where the cast of the whole",
+        "full": "[16, 7] of rowwise_data, of the shard of rank 1 where the unsharded cast",
     }
     assert found[mode] in texts[0]
     assert ("ranks 0, 1, 2 hold" in texts[0]) == (mode == "full")
