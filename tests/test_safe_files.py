@@ -360,7 +360,7 @@ def test_names_move_no_cursor(tmp_path: Path) -> None:
     found, error = told([tmp_path / "w.pt", tmp_path / "dcp"])
     assert found.out.count("\n") == 5
     assert r"w\x1b[2J\n0.0 %\u202e" in found.out
-    assert r"no tensors: xw\x1b[2J\n0.0 %\u202e." in found.out
+    assert r"not tensors: xw\x1b[2J\n0.0 %\u202e." in found.out
     assert r"posix\x1b[2J.mkdir" in error.err
 
 

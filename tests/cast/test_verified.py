@@ -186,7 +186,7 @@ FAULTS: list[tuple[Callable[[Weights, Any], None], str, str, tuple[str, ...]]] =
                                       "ranks 0, 2 hold the right bytes")),
     (flipped_derived, "full", "full", ("a.weight", "rank 2 holds", "[0, 10] of columnwise_data")),
     (stale_scale, "full", "hash", ("a.weight", "rank 2 holds 0x", "of rowwise_scale_inv", "stale")),
-    (one_step_behind, "boundary", "hash", ("a.weight", "rank 0 holds", "ranks 1, 2 hold what that",
+    (one_step_behind, "boundary", "hash", ("a.weight", "rank 0 holds", "ranks 1, 2 hold the right",
                                            "also differ in b.weight, c.weight")),
     (master_moved_on, "boundary", "full", ("weight", "ranks 0, 1, 2 hold", "another master")),
 ]  # fmt: skip
@@ -327,7 +327,7 @@ def test_the_likely_cause_of_a_difference() -> None:
     assert "it is stale there" in stale
     assert "shard of rank 2, the first of 7 elements" in stale
     everywhere = _message(weight, [(others, ""), (others, ""), (others, "")])
-    assert "its owner holds other bytes as well: it used another recipe, " in everywhere
+    assert "its owner holds other bytes as well: it cast under another recipe, " in everywhere
     assert "or cast wrongly" in everywhere
     scale = _message(weight, [(replace(own, count=2, owner=-1), "")])
     assert "the first of 2 elements" in scale

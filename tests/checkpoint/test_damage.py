@@ -143,7 +143,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: change(p, lambda g: g["content"]["tensors"]["master.layer.2"]["chunks"].pop()),
         "the pieces of master.layer.2 do not cover each of its elements once",
     ),
-    "another shape": (lambda p: change(p, reshape), "the pieces of master.layer.3 are not"),
+    "another shape": (lambda p: change(p, reshape), "the pieces of master.layer.3 do not"),
     "another recipe": (
         lambda p: change(p, weight("recipe", {"class": "X"})),
         "same recipe of layer.0: it was saved with {'class': 'X'}",
@@ -182,11 +182,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no training": (
         lambda p: change(p, lambda g: g["content"].update(training={})),
-        "holds tensors and no training .KeyError",
+        "holds tensors and no training state .KeyError",
     ),
     "no weights": (
         lambda p: change(p, lambda given: optimizer_of(given).pop("weights")),
-        "damaged, or holds tensors and no training .KeyError: 'weights'",
+        "damaged, or holds tensors and no training state .KeyError: 'weights'",
     ),
     "no options": (
         lambda p: change(p, content(options=[])),

@@ -142,7 +142,7 @@ REFUSED = {
         (partial(F.gelu, two_by(2), approximate="fast"), "'none' or 'tanh', got 'fast'"),
         (partial(F.layernorm, two_by(4), torch.ones(3)), r"of shape \(4,\).*\(3,\)"),
         (partial(F.layernorm, two_by(4), None, torch.ones(4).int()), "bias.*int32"),
-        (partial(apply_relu, weight=torch.ones(4)), "relu has no weight, got one; leave it out"),
+        (partial(apply_relu, weight=torch.ones(4)), "relu takes no weight, got one; leave it out"),
         (partial(apply_relu, dtype=torch.int8),
          r"the result of relu must be of torch\.float32.*int8"),
         (lambda: F.silu(two_by(40), quantizer_of(MXFP8)), "multiple of 32"),

@@ -261,7 +261,7 @@ REFUSED = [
     (InputError, partial(Float8CurrentScaling, use_power_2_scales=True), "fp8_quant_fwd_weight",
      [QParams(scale_formula="quotient")],
      "scales that are powers of two have one formula, got scale_formula='quotient' for "
-     "Float8CurrentScaling; leave one of them."),
+     "Float8CurrentScaling; leave one of them out."),
     (InputError, MXFP4BlockScaling, "scale_rounding", ("down", "UP"),
      "scale_rounding must be 'up', 'floor' or 'even', got {!r}."),
     (InputError, NVFP4BlockScaling, "seed", (-1, 2**64),

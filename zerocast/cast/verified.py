@@ -294,8 +294,8 @@ def _message(weight: HeldWeight, everyone: Sequence[tuple[Difference | None, str
         cause = "it is stale there, was changed, or was cast under another recipe"
     else:
         cause = (
-            "its owner holds other bytes as well: it used another recipe, cast another master than "
-            "it has now, or cast wrongly, or the codes were changed before the gather"
+            "its owner holds other bytes as well: it cast under another recipe, cast another "
+            "master than it has now, or cast wrongly, or the codes were changed before the gather"
         )
     files = [left for _, left in everyone if left]
     return (

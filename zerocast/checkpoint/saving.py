@@ -195,6 +195,6 @@ def _encoded_state(name: str, key: str, value: Any) -> Any:
         raise InputError(
             "what an optimizer keeps of a weight must be tensors, numbers or text, got tensors in "
             f"a {type(value).__name__} under {key!r} of {name}, which loading would not find; keep "
-            "each tensor under a key of its own."
+            "each tensor under a separate key."
         )
     return made

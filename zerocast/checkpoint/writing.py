@@ -158,12 +158,12 @@ def write_beside(planned: Planned, comm: Communicator) -> PendingSave:
         planned.shares = _copied(planned.shares, planned.pieces[comm.rank])
 
     def write_own() -> None:
-        _say(_note(planned.claim, comm.rank), lambda: _write_own(planned, save, comm.rank))
+        _report(_note(planned.claim, comm.rank), lambda: _write_own(planned, save, comm.rank))
 
     def finish(is_futile: threading.Event) -> None:
         if comm.rank == 0:
             with save.removing_files():
-                save.end(comm.size, _tensors(planned, _said(planned.claim, comm, is_futile)))
+                save.end(comm.size, _tensors(planned, _reports(planned.claim, comm, is_futile)))
 
     return PendingSave(planned.claim.path, comm, write_own, finish)
 
@@ -207,7 +207,7 @@ def _tensors(planned: Planned, parts: Sequence[Part]) -> dict[str, SavedTensor]:
 # --- messages between threads ---
 
 
-def _say(note: Path, write: Callable[[], Part]) -> None:
+def _report(note: Path, write: Callable[[], Part]) -> None:
     """Write this rank's part, and report to rank 0 what has been written, or the error."""
     try:
         part = write()
@@ -219,7 +219,7 @@ def _say(note: Path, write: Callable[[], Part]) -> None:
     _put_note(note, {"file": file, "starts": part.starts})
 
 
-def _said(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[Part]:
+def _reports(claim: Claim, comm: Communicator, is_futile: threading.Event) -> list[Part]:
     """Wait for the reports of all ranks, and return what they have written.
 
     Raises:

@@ -111,7 +111,7 @@ def _safetensors(path: Path) -> Iterator[NamedTensor]:
     try:
         open_regular(path).close()
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+            for name in file.keys():  # noqa: SIM118  (it is not a dictionary)
                 yield name, file.get_tensor(name)
     except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
         raise InputError(f"{path} is not a readable .safetensors file: {error}") from error
@@ -137,8 +137,8 @@ def _load(source: IO[bytes], path: Path) -> Any:
             f"({error}); it is damaged, or of another format."
         ) from error
     except Exception as error:  # torch's unpickler raises many kinds for a damaged file
-        said = str(error).rpartition("WeightsUnpickler error: ")[2]  # without torch's advice
-        reason = (said.strip().splitlines() or [repr(error)])[0].partition(". ")[0].rstrip(".")
+        text = str(error).rpartition("WeightsUnpickler error: ")[2]  # without torch's advice
+        reason = (text.strip().splitlines() or [repr(error)])[0].partition(". ")[0].rstrip(".")
         raise InputError(
             f"{path} must hold tensors and plain containers alone, which torch.load reads with "
             f"weights_only=True: {reason}; save a state dict rather than a whole object."

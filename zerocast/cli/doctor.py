@@ -197,8 +197,8 @@ def ranks() -> Iterator[Finding]:
         yield Finding("mpiexec", "missing", "no launcher of MPI ranks is on PATH")
         return
     answer = run([launcher, "--version"])
-    said = answer.stdout + answer.stderr
-    kind = next((name for name, words in LAUNCHERS.items() if re.search(words, said)), None)
+    output = answer.stdout + answer.stderr
+    kind = next((name for name, words in LAUNCHERS.items() if re.search(words, output)), None)
     if library.status == "ok" and kind is not None and kind not in library.text:
         text = (
             f"{launcher} is of {kind}, and mpi4py loads another MPI, so its jobs would have one "
@@ -244,8 +244,8 @@ def gpu() -> Iterator[Finding]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         name = backend_for(torch.device("cuda", torch.cuda.current_device())).name
-    said = "; ".join(str(warning.message) for warning in caught)
-    text = said or "kernels are compiled at first use; they have run under emulation only"
+    warned = "; ".join(str(warning.message) for warning in caught)
+    text = warned or "kernels are compiled at first use; they have run under emulation only"
     yield Finding("cuda backend", "ok" if name == "cuda" else "slow", text)
     products = {
         "FP8": availability.is_fp8_available,

@@ -178,7 +178,7 @@ class Peers(ABC):
             (
                 state.count if state.kind == RAISED else 0
                 for rank, state in self._states.items()
-                # Ranks that all raise at the same place can go on from there together.
+                # Ranks that all raise at the same place can continue from there together.
                 if rank != self._rank and (state.kind, state.count) != here
             ),
             default=None,

@@ -159,13 +159,13 @@ def check_ties(model: torch.nn.Module) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not hasattr(config, "get_text_config"):
         return
-    said = {
+    configured = {
         bool(getattr(each, "tie_word_embeddings", False))
         for each in (config, config.get_text_config())
     }
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     is_tied = getattr(head, "weight", None) is getattr(embeddings, "weight", None)
-    if is_tied not in said:
+    if is_tied not in configured:
         raise InputError(
             f"the output layer of {type(model).__name__} "
             f"{'shares' if is_tied else 'does not share'} the weight of its embeddings, and its "

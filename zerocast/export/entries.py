@@ -56,9 +56,9 @@ class Entry:
         amax_group: the label of the weights that share its tensor amax; None if it shares none.
         tp_shard: the rows or columns that this rank has under tensor parallelism; None for all.
         exported_as: its name in the checkpoint; ``name`` if empty.
-        unturned: this rank's shard of the masters in the model's order, for matrices that the
+        original: this rank's shard of the masters in the model's order, for matrices that the
             checkpoint has transposed; ``shard`` gets its values by
-            :func:`zerocast.export.turned.with_turned_masters`. None for others.
+            :func:`zerocast.export.transposed.with_masters`. None for others.
         experts: the module in the model of the stack of experts that it is or belongs to; else "".
         parts: the names in the checkpoint of the projections of a stack that is not quantized,
             each stored as a tensor; else empty.
@@ -72,7 +72,7 @@ class Entry:
     amax_group: str | None = None
     tp_shard: TensorParallelShard | None = None
     exported_as: str = ""
-    unturned: Shard | None = None
+    original: Shard | None = None
     experts: str = ""
     parts: tuple[str, ...] = ()
 

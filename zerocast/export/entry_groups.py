@@ -45,18 +45,16 @@ class AmaxGroups:
     Args:
         source: the model, optimizer or plan that is exported.
         amax_groups: patterns of names of weights that are cast, or "auto".
-        cast_anew: the names of the weights of ``source`` that are cast by the dialect's recipe;
+        recast: the names of the weights of ``source`` that are cast by the dialect's recipe;
             only these may be grouped by "auto".
     """
 
-    def __init__(
-        self, source: ExportSource, amax_groups: Groups, cast_anew: Container[str]
-    ) -> None:
+    def __init__(self, source: ExportSource, amax_groups: Groups, recast: Container[str]) -> None:
         self._patterns: Patterns = () if is_auto(amax_groups) else amax_groups
         self._fused = fused_weights(source) if isinstance(source, torch.nn.Module) else []
         self._labels = trained_amax_groups(source)
         for i, fused in enumerate(self._fused if is_auto(amax_groups) else ()):
-            own = [name for name in fused if name in cast_anew]
+            own = [name for name in fused if name in recast]
             label = next((self._labels[n] for n in own if n in self._labels), f"fused {i}")
             self._labels |= dict.fromkeys(own, label)
 

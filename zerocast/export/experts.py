@@ -5,7 +5,7 @@ Servers read each projection of each expert as the weight of a separate linear l
 [I, K], which share a tensor amax, and any other stack ``experts.down_proj`` as
 ``experts.<e>.down_proj.weight``. So each projection is a separate entry.
 
-gpt-oss instead stores a stack in one tensor, of matrices [out, in] (:mod:`zerocast.export.turned`).
+gpt-oss stores a stack in one tensor, of matrices [out, in] (:mod:`zerocast.export.transposed`).
 
 Weights that a dialect cannot store quantized stay in high precision. These are embeddings and other
 matrices outside of linear layers. In all dialects except gpt-oss's, they are also experts kept as
@@ -23,7 +23,7 @@ from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, without_padding
 from zerocast.export.entries import Entry, ExportSource, Shard
 from zerocast.export.tp_parts import check_part
-from zerocast.export.turned import is_turned
+from zerocast.export.transposed import is_transposed
 from zerocast.layout import NOTHING, Extent, ceil_div
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.placement import to_local
@@ -46,7 +46,7 @@ def has_place(dialect: Dialect, source: ExportSource, name: str, tensor: torch.T
     module = source.get_submodule(name.rpartition(".")[0])
     if tensor.dim() == 2:
         return not is_included(module, name.rpartition(".")[2])
-    return dialect.fuses_experts or not is_turned(source, name)
+    return dialect.fuses_experts or not is_transposed(source, name)
 
 
 def projections(name: str, shape: Sequence[int]) -> list[str]:
@@ -65,12 +65,12 @@ def projections(name: str, shape: Sequence[int]) -> list[str]:
 
 
 def matrix_entries(
-    dialect: Dialect, source: ExportSource, entry: Entry, casts_anew: bool
+    dialect: Dialect, source: ExportSource, entry: Entry, from_masters: bool
 ) -> Iterator[Entry]:
     """Yield ``entry``, or the entries of its projections if it is a quantized stack that
     ``dialect`` does not fuse.
 
-    With ``casts_anew``, each projection is cast separately from the masters. Unquantized experts
+    With ``from_masters``, each projection is cast separately from the masters. Unquantized experts
     stay one entry, with the names of their projections.
 
     Raises:
@@ -80,7 +80,7 @@ def matrix_entries(
     if entry.recipe is None:
         is_stack = entry.tensor.dim() == 3 and parameter != "weight"
         if is_stack and module.rpartition(".")[2] == "experts":
-            is_fused = dialect.fuses_experts or is_turned(source, entry.name)
+            is_fused = dialect.fuses_experts or is_transposed(source, entry.name)
             own = [] if is_fused else projections(entry.name, entry.shape)
             entry = dataclasses.replace(entry, experts=module, parts=tuple(own))
         yield entry
@@ -100,7 +100,7 @@ def matrix_entries(
         yield dataclasses.replace(
             entry,
             name=name,
-            tensor=_tensor(entry, matrix, casts_anew),
+            tensor=_tensor(entry, matrix, from_masters),
             shard=None if entry.shard is None else _part(entry.shard, matrix.elements),
             amax_group=None if group is None else f"{group}.{number}",
             tp_shard=matrix.tp_shard,
@@ -166,14 +166,14 @@ def _part(shard: Shard, own: Extent) -> Shard:
     return Shard(values, common.shifted(-own.start), shard.comm)
 
 
-def _tensor(entry: Entry, matrix: _Matrix, casts_anew: bool) -> torch.Tensor:
+def _tensor(entry: Entry, matrix: _Matrix, from_masters: bool) -> torch.Tensor:
     """Return this rank's quantized bytes of a matrix; or, if it is cast, an expanded tensor of that
     shape, which stands for it without using memory.
     """
     recipe, shape, rows = present(entry.recipe), matrix.shape, matrix.rows
     plane = recipe.planes(entry.shape[-2:], columnwise=False)[0]
     height, one_block = plane.grid.block_h, plane.grid.blocks_h == 1
-    if matrix.whole_rows.start % height and not one_block and not casts_anew:
+    if matrix.whole_rows.start % height and not one_block and not from_masters:
         raise InputError(
             f"{entry.name} has two projections of {matrix.whole_rows.size} rows, and a block of "
             f"{height} rows has rows of both; give from_masters=True to cast each separately."

@@ -50,7 +50,7 @@ from zerocast.export.stages import (
     largest_shares,
 )
 from zerocast.export.tp_parts import check_part, tp_part
-from zerocast.export.turned import is_turned, turned_entry, turned_shape, with_turned_masters
+from zerocast.export.transposed import is_transposed, transposed, transposed_shape, with_masters
 from zerocast.export.unwrapping import unwrapped
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
@@ -157,12 +157,12 @@ class Export(Uncopied):
             found = [self._entry(*named) for named in stored_tensors(model).items()]
             if dtype is None:
                 found = in_nominal_dtype(model, found)
-            anew = {
+            recast = {
                 each.name
                 for each in found
                 if each.shard is not None and (from_masters or gather_of(each.tensor) is None)
             }
-            groups = AmaxGroups(model, amax_groups, anew)
+            groups = AmaxGroups(model, amax_groups, recast)
             found = groups.of_weights(found)
             parts = [
                 (entry, [*matrix_entries(self.dialect.of(entry.name), model, entry, from_masters)])
@@ -204,9 +204,9 @@ class Export(Uncopied):
             is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
             return Entry(name, tensor, self._dtype if self._dtype and is_value else tensor.dtype)
         tp_shard = tp_part(name, tensor)
-        turns = tensor.dim() > 2 and is_turned(self._model, name)
+        transposes = tensor.dim() > 2 and is_transposed(self._model, name)
         shape = tensor.shape if tp_shard is None else tp_shard.whole
-        shape = turned_shape(shape) if turns else shape
+        shape = transposed_shape(shape) if transposes else shape
         recipe = dialect.recipe if trained is None or self._from_masters else trained
         entry = Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
         if trained is None or self._from_masters:
@@ -221,7 +221,7 @@ class Export(Uncopied):
                 f"{name} was trained with {trained}, whose bytes depend on earlier casts; give "
                 f"from_masters=True to cast its masters by {dialect.recipe}."
             )
-        entry = turned_entry(entry, casts_anew=self._from_masters) if turns else entry
+        entry = transposed(entry, from_masters=self._from_masters) if transposes else entry
         if entry.tp_shard is not None and (tensor.dim() < 3 or dialect.fuses_experts):
             check_part(name, entry.tp_shard, recipe)
         return entry
@@ -330,7 +330,7 @@ class Export(Uncopied):
         are transposed.
         """
         assert self._owners is not None
-        entries = [with_turned_masters(each) for each in bucket if each.shard is not None]
+        entries = [with_masters(each) for each in bucket if each.shard is not None]
         attempt, plan = Attempt(), None
         with attempt:
             if entries:

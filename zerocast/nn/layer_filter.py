@@ -41,10 +41,10 @@ class LayerFilter:
 
     def __init__(self, given: Filter, model: torch.nn.Module) -> None:
         self._parts: tuple[str, ...] = ()
-        self._says = None
+        self._selects = None
         self.leaves_small = False
         if callable(given):
-            self._says = given
+            self._selects = given
             return
         is_list = isinstance(given, list | tuple | set | frozenset)
         if not is_list or not all(isinstance(part, str) for part in given):
@@ -64,7 +64,7 @@ class LayerFilter:
         for part in self._parts:
             if any(part in name for name in names):
                 return f"its name contains {part!r} of filter_fqns"
-        if self._says is not None and not all(self._says(layer, name) for name in names):
+        if self._selects is not None and not all(self._selects(layer, name) for name in names):
             return "filter_fqns, a function, excludes it"
         return None
 

@@ -205,7 +205,7 @@ def checkpoint(
         What ``function`` returns.
     """
     recompute_state = RecomputeState()
-    # A reentrant first run has gradients disabled, but is no evaluation.
+    # A reentrant first run has gradients disabled, but is not an evaluation.
     recompute_state.trains |= use_reentrant and torch.is_grad_enabled()
     first = recording(recompute_state)
     again = _Recomputation(regions.current(), recompute_state)

@@ -35,7 +35,7 @@ class StatefulModule(torch.nn.Module):
     _loaded: torch.Tensor | None = None  # a saved state, until a forward under its recipe
     _quantizers: list[GemmQuantizers]
     _kept: dict[Recipe, tuple[Any, list[GemmQuantizers]]] | None = None  # of each recipe so far
-    _counters: dict[Mode, torch.Tensor] | None = None  # of draws, whatever the recipe
+    _counters: dict[Mode, torch.Tensor] | None = None  # of random roundings, for all recipes
     _runs: Runs | None = None
     _handle: torch.Tensor | None = None  # by which compiled graphs refer to this layer
 

@@ -62,7 +62,7 @@ E4M3 = ElementFormat("e4m3", 4, 3, max=1.75 * 2.0**8, max_code=0x7E, nan_code=0x
 # the NaNs.
 E5M2 = ElementFormat("e5m2", 5, 2, max=1.75 * 2.0**15, max_code=0x7B, nan_code=0x7F)
 # 0b0_11_1: exponent 2, mantissa 1.5. No NaN and no infinity: a NaN is stored as +6, and its block's
-# scale says NaN.
+# scale is NaN.
 E2M1 = ElementFormat("e2m1", 2, 1, max=1.5 * 2.0**2, max_code=0x7, nan_code=0x7)
 
 ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}

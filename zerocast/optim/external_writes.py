@@ -48,7 +48,7 @@ class ExternalWrites:
         for weight in shards.weights:
             if weight.storage is not None:
                 weight.storage.keeps_source = True
-        self.settle()
+        self.discard()
 
     def look(self, *, waits: bool = True) -> bool:
         """Return whether this rank has found writes since the weights were made from the masters.
@@ -97,7 +97,7 @@ class ExternalWrites:
         if self._plain and not (is_cpu and self._found.isdisjoint(self._plain)):
             self._shards.restart_plain_masters(self._differ)
 
-    def settle(self) -> None:
+    def discard(self) -> None:
         """Discard the found writes, after the weights have been made from the masters."""
         others = self._count_others()
         if self._found or others != self._others:

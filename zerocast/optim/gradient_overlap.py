@@ -91,10 +91,10 @@ class OverlappingReducer(GradientReducer):
         self._bucket = 0  # the bucket that is being filled
         self._waiting: dict[int, list[int]] = {}  # weights whose gradients belong to later buckets
         self._packed = set[int]()  # packed weights of the current bucket
-        self._awaited = self._to_come()
+        self._awaited = self._num_gradients()
         self._has_begun = False
 
-    def _to_come(self) -> int:
+    def _num_gradients(self) -> int:
         """Return the number of gradients of the current bucket."""
         weights = self._shards.weights
         members = self._buckets[self._bucket].pieces if self._bucket < len(self._buckets) else ()
@@ -104,7 +104,7 @@ class OverlappingReducer(GradientReducer):
 
     def announce(self, index: int) -> None:
         """Take the previous gradient, and prepare ``.grad`` for that of weight ``index``."""
-        self._settle()
+        self._take_announced()
         self._refused = self._refused or self._replaced(index)
         param = self._shards.weights[index].param
         if isinstance(param.grad, TakenGradient):
@@ -115,7 +115,7 @@ class OverlappingReducer(GradientReducer):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def _take_announced(self) -> None:
         """Take the announced gradient if it has arrived. ``torch.autograd.grad`` writes no
         ``.grad``.
         """
@@ -185,7 +185,7 @@ class OverlappingReducer(GradientReducer):
         self._begin(each, replaces=not self._passes)
         self._bucket += 1
         self._packed.clear()
-        self._awaited = self._to_come()
+        self._awaited = self._num_gradients()
 
     def _start(self, round_: Round) -> Wait:
         wait = self._in_as_many_passes(partial(super()._start, round_))
@@ -205,7 +205,7 @@ class OverlappingReducer(GradientReducer):
             ) from error
 
     def _end_backward(self) -> None:
-        self._settle()
+        self._take_announced()
         if self._has_begun:
             self._end_pass()
         self._is_running = False
@@ -220,7 +220,7 @@ class OverlappingReducer(GradientReducer):
     def _end_broken_pass(self) -> None:
         """Send what a failed backward pass has not sent."""
         self._is_running = False
-        self._settle()
+        self._take_announced()
         if self._has_begun:
             self._end_pass()
 

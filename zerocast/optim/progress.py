@@ -72,7 +72,7 @@ class Progress:
 
     def end_change(self) -> None:
         """Note that the weights have been made from the masters."""
-        self.writes.settle()
+        self.writes.discard()
         self._is_unfinished = False
 
     def end_step(self) -> None:

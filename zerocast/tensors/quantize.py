@@ -221,7 +221,7 @@ def quantize_into(
     for matrix, operand in operands:
         plane = operand.planes[0].plane
         if plane.source is Source.TRANSPOSED_MASTER and plane.grid.cols > matrix.grid.rows:
-            # The padding in a row's last byte is no element, and keeps code 0 also for a NaN scale.
+            # Padding in a row's last byte is not an element, and keeps code 0 also for a NaN scale.
             present(operand.planes[0].codes)[:, -1] &= 0x0F
     storage.mark_written()
     steps.run("transpose")

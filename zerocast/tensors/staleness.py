@@ -105,7 +105,7 @@ class Writes:
 
     def __init__(self) -> None:
         self.others = 0
-        self._watched: dict[CastVersion, int] = {}  # the versions of plans, and watched since when
+        self._watched: dict[CastVersion, int] = {}  # versions of plans: the tick of the first watch
         self._own_rebuilt_at = self._others_wrote_at = 0
 
     @property

@@ -48,7 +48,7 @@ class DeviceLauncher:
         self._functions: dict[Kernel, int] = {}
         # By stream on which tables were sent: an event after the latest of them.
         self._uploads: dict[int, torch.cuda.Event] = {}
-        self._one_thread = threading.Lock()  # for what is counted and noted here
+        self._one_thread = threading.Lock()  # guards the uploads and counts
         self._one_loads = threading.Lock()
         self._thread = threading.local()
 

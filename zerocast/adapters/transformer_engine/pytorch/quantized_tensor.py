@@ -110,7 +110,7 @@ def _assign(tensor: QuantizedTensor, field: str, value: torch.Tensor | None) -> 
             tensor.update_usage(rowwise_usage=False)
         return
     if columnwise and not storage.has_columnwise:
-        getattr(tensor, "columnwise_data")  # noqa: B009  # raises, and says how to have one
+        getattr(tensor, "columnwise_data")  # noqa: B009  # raises an error
     name = name if name in storage.buffers else name.replace("columnwise", "rowwise")
     old = storage.buffers.get(name)
     if old is None:

@@ -19,7 +19,7 @@ from zerocast.tensors import TensorParallelShard
 from zerocast.tensors.tp_shard import COLUMNS, ROWS
 
 
-def is_turned(source: ExportSource, name: str) -> bool:
+def is_transposed(source: ExportSource, name: str) -> bool:
     """Return whether a parameter of a module of experts holds matrices as [in, out].
 
     transformers marks some modules so (``is_transposed``). For others, gate_up_proj has as many
@@ -36,41 +36,41 @@ def is_turned(source: ExportSource, name: str) -> bool:
     return are_stacks and bool(present(gate_up).shape[-2] == present(down).shape[-1])
 
 
-def turned_shape(shape: torch.Size) -> torch.Size:
+def transposed_shape(shape: torch.Size) -> torch.Size:
     """Return the shape of a stack in the checkpoint."""
     *stack, rows, columns = shape
     return torch.Size((*stack, columns, rows))
 
 
-def turned_entry(entry: Entry, *, casts_anew: bool) -> Entry:
+def transposed(entry: Entry, *, from_masters: bool) -> Entry:
     """Return the entry of a stack [..., in, out] as the checkpoint has it, [..., out, in].
 
     Raises:
         InputError: if the trained bytes are to be exported, and differ when transposed.
     """
     recipe, shard = present(entry.recipe), entry.shard
-    if not casts_anew and (shard is None or recipe.block[0] != recipe.block[1]):
+    if not from_masters and (shard is None or recipe.block[0] != recipe.block[1]):
         raise InputError(
             f"{entry.name} has matrices [in, out], and the checkpoint needs scales along the other "
             f"dimension than {recipe}; give from_masters=True to cast transposed masters."
         )
     assert shard is not None
     part = entry.tp_shard
-    shape = turned_shape(entry.tensor.shape if part is None else part.shape)
+    shape = transposed_shape(entry.tensor.shape if part is None else part.shape)
     like = torch.empty((), dtype=entry.dtype, device=to_local(entry.tensor).device)
     own = _matrices(shape, shard.comm.rank, shard.comm.size)
     return dataclasses.replace(
-        entry, tensor=like.expand(shape), shard=Shard(None, own, shard.comm), unturned=shard,
-        tp_shard=None if part is None else turned_part(part),
+        entry, tensor=like.expand(shape), shard=Shard(None, own, shard.comm), original=shard,
+        tp_shard=None if part is None else transposed_part(part),
     )  # fmt: skip
 
 
-def turned_part(part: TensorParallelShard) -> TensorParallelShard:
+def transposed_part(part: TensorParallelShard) -> TensorParallelShard:
     """Return the part of the stack [..., out, in] that corresponds to ``part`` of [..., in, out].
 
     Columns become rows of each matrix, and rows of each matrix become columns.
     """
-    whole = turned_shape(part.whole)
+    whole = transposed_shape(part.whole)
     if part.dim == ROWS and not part.per_matrix:
         step = whole[1:-1].numel()
         start, size = (each // part.step * step for each in (part.start, part.size))
@@ -79,11 +79,11 @@ def turned_part(part: TensorParallelShard) -> TensorParallelShard:
     return TensorParallelShard(whole, dim, part.start, part.size, part.comm, dim == ROWS)
 
 
-def with_turned_masters(entry: Entry) -> Entry:
-    """Return ``entry``, with its transposed masters if it has ``unturned`` ones. Collective over
+def with_masters(entry: Entry) -> Entry:
+    """Return ``entry``, with its transposed masters if it has ``original`` ones. Collective over
     their ranks.
     """
-    given = entry.unturned
+    given = entry.original
     if given is None:
         return entry
     comm, own, shape = given.comm, present(entry.shard).extent, entry.tensor.shape
