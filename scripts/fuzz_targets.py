@@ -37,7 +37,6 @@ from zerocast.comm import Communicator, SingleRank, run_in_process
 from zerocast.errors import VerificationError, ZerocastError
 from zerocast.export import DIALECTS, load_pretrained, save_pretrained
 from zerocast.export.dialects import LINEAR
-from zerocast.lab.costs.machine import MACHINES, Machine
 from zerocast.layout import Source
 from zerocast.nn.saved_state import pack, unpack
 from zerocast.numerics import Comparison
@@ -399,24 +398,17 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 class Texts:
-    """Names, texts and fields of recipes; files of machines."""
+    """Names, texts and fields of recipes."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "machine.json"
-        next(iter(MACHINES.values())).save(self._path)
-        self._machine = self._path.read_text()
         own = [r for r in VARIANTS.values() if not callable(getattr(r, "amax_compute_algo", None))]
         self._texts = [recipe.text for recipe in own]
 
     def __call__(self, draw: random.Random) -> None:
-        match draw.randrange(6):
+        match draw.randrange(5):
             case 0:
-                given = changed(json.loads(self._machine), draw, JSON)
-                self._path.write_text(json.dumps(given))
-                Machine.load(self._path)
-            case 1:
                 as_recipe(changed(draw.choice(list(SCHEMES)), draw))
-            case 2 | 3:
+            case 1 | 2:
                 text: Any = draw.choice(self._texts)
                 if draw.random() < 0.5:
                     text = json.dumps(changed(json.loads(text), draw, JSON))

@@ -49,7 +49,7 @@ def test_no_text_of_the_package_has_markup() -> None:
     assert not found
 
 
-COMMANDS = ("", "doctor", "inspect", "estimate", "fit", "conform", "reproduce")
+COMMANDS = ("", "doctor", "inspect", "estimate", "conform", "reproduce")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -33,7 +33,6 @@ from zerocast.cli import main
 from zerocast.comm import SingleRank
 from zerocast.errors import DeltaError, InputError, VerificationError, ZerocastError
 from zerocast.export import load_pretrained
-from zerocast.lab.costs import Machine
 from zerocast.refit import Receiver
 from zerocast.refit.delta import packed, whole_segment
 from zerocast.tensors.digest import digest
@@ -324,7 +323,6 @@ PIPES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file of tensors": (load_pretrained, "model/model.safetensors"),
     "a file to look at": (inspect, "other.safetensors"),
     "a file of a directory": (inspect, "dcp/__0_0.distcp"),
-    "a machine": (Machine.load, "machine.json"),
     "a fault": (read_fault, "fault.safetensors"),
 }
 

@@ -2,14 +2,12 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from zerocast.cli import conformance, estimate, inspection, main
-from zerocast.lab import costs
+from zerocast.cli import conformance, inspection, main
 from zerocast.lab.conformance import Pack
 
 
@@ -23,13 +21,7 @@ def model(tmp_path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """Let machines and packs take no time to be made, and pictures need no package."""
-    h100 = costs.MACHINES["h100"]
-    checks = [SimpleNamespace(phase="all", measured=1.0, estimated=1.0)]
-    monkeypatch.setattr(estimate, "fit_machine", lambda comm, recipe: (h100, checks))
-    monkeypatch.setattr(estimate, "compare_gathers", lambda *given, **options: {})
-    monkeypatch.setattr(estimate, "as_json", lambda each, machine: {})
-    monkeypatch.setattr(estimate, "draw", lambda ranks, of, title, path: path.write_text("new"))
+    """Let packs take no time to be made."""
     monkeypatch.setattr(conformance, "packs", lambda: [Pack("values", "e4m3", "", [])])
 
 
@@ -37,13 +29,11 @@ def commands(model: Path) -> dict[str, tuple[list[str], object, str]]:
     """By command its arguments up to the path that it writes to, and what does its work."""
     return {
         "inspect": (["inspect", str(model), "--html"], inspection, "entries"),
-        "fit": (["fit"], estimate, "fit_machine"),
-        "estimate": (["estimate", "llama-8b", "--json", "--png"], estimate, "compare_gathers"),
         "conform": (["conform", "--packs"], conformance, "packs"),
     }
 
 
-@pytest.mark.parametrize("name", ["inspect", "fit", "estimate", "conform"])
+@pytest.mark.parametrize("name", ["inspect", "conform"])
 def test_a_command_overwrites_nothing_unless_asked(
     name, tmp_path, model, quick, monkeypatch, capsys
 ):
@@ -87,10 +77,7 @@ def test_a_command_overwrites_nothing_unless_asked(
 @pytest.mark.parametrize("way", ["itself", "its hard link", "its link", "another path"])
 @pytest.mark.parametrize("option", [[], ["--overwrite"]])
 def test_no_command_writes_to_what_it_reads(tmp_path, model, quick, way, option, capsys):
-    """Whatever its name: the file, a file of a directory, a configuration, a machine."""
-    machine, config = tmp_path / "machine.json", tmp_path / "config.json"
-    costs.MACHINES["h100"].save(machine)
-    config.write_text("{}")
+    """Whatever its name: the file, or a file of a directory."""
     folder = tmp_path / "folder"
     dcp.save({"a": torch.ones(3)}, checkpoint_id=folder)
     piece = next(folder.glob("*.distcp"))
@@ -98,8 +85,6 @@ def test_no_command_writes_to_what_it_reads(tmp_path, model, quick, way, option,
         (["inspect", str(model), "--html"], model),
         (["inspect", str(folder), "--html"], piece),
         (["inspect", str(tmp_path), "--html"], model),
-        (["estimate", str(config), "--json", "--png"], config),
-        (["estimate", "llama-8b", "--json", "--machine", str(machine), "--png"], machine),
     ):
         other = tmp_path / "other"
         if way == "its hard link":

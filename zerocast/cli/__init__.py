@@ -1,11 +1,11 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
-``estimate MODEL``, ``fit FILE``, ``conform PACKAGE`` and ``reproduce FILE``.
+``estimate MODEL``, ``conform PACKAGE`` and ``reproduce FILE``.
 
 doctor reports what this installation can do, what would be slow and why, and compares the sharded
 cast with the unsharded one. inspect describes the tensors of a checkpoint. estimate computes the
-costs of a training step of a model. These print text, or JSON for other programs. fit measures this
-machine for estimate. conform reports which bytes of a package differ from ours, and why. reproduce
-repeats a cast in which ``verify`` found a difference.
+costs of a training step of a model. These print text, or JSON for other programs. conform reports
+which bytes of a package differ from ours, and why. reproduce repeats a cast in which ``verify``
+found a difference.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from pathlib import Path
 from zerocast.cli import checkpoint_files, conformance, doctor, estimate, inspection, reproduce
 from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
-from zerocast.recipes import RECIPES
 from zerocast.safe_files import printable
 
 
@@ -51,12 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cost = commands.add_parser("estimate", help="what a training step of a model costs")
     estimate.add_arguments(cost)
     cost.set_defaults(run=estimate.run)
-    time = commands.add_parser("fit", help="what this machine takes for a step, for estimate")
-    time.add_argument("path", type=Path, metavar="FILE", help="which estimate --machine reads")
-    add_output(time, "path")
-    time.add_argument("--recipe", default="nvfp4", choices=list(RECIPES), help="of weights (nvfp4)")
-    time.add_argument("--ranks", type=int, default=2, help="threads that act as ranks (2)")
-    time.set_defaults(run=lambda given: estimate.fit(given.draft, given.recipe, given.ranks))
     ruler = commands.add_parser("conform", help="whether a package gives the same bytes")
     conformance.add_arguments(ruler)
     ruler.set_defaults(run=conformance.run)

@@ -224,4 +224,4 @@ def test_a_dry_run_launches_what_the_cuda_backend_launches(exchange: ExchangeKin
             (name, zerocast.empty((256, 192), RECIPES[name], device="meta")) for name in names
         ]
         dry = DryRun(params, 0, 1, StepOptions(exchange=exchange, device="cuda"))
-        assert sum(work.launches for work in dry.work.values()) == launcher.launches, names
+        assert dry.launches.total() == launcher.launches, names

@@ -81,14 +81,11 @@ def test_a_config_json_gives_the_same_model(
         assert ours == theirs
 
 
-def test_what_the_command_prints(small: str, tmp_path: Path, capsys) -> None:
+def test_what_the_command_prints(small: str, capsys) -> None:
     """JSON for two numbers of ranks: NVFP4 sends fewer bytes for weights than FP8, and FP8 than
-    BF16, which makes no cast; a picture is written beside it.
+    BF16, which makes no cast.
     """
-    pytest.importorskip("matplotlib")
-    arguments = ["estimate", small, "--dp", "2,8", "--tp", "2", "--json"]
-    assert main([*arguments, "--png", str(tmp_path / "a.png")]) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["estimate", small, "--dp", "2,8", "--tp", "2", "--json"]) == 0
     for dp, estimates in zip((2, 8), json.loads(capsys.readouterr().out), strict=True):
         assert [each["dp"] for each in estimates.values()] == [dp] * 3
         gathered = [
@@ -96,7 +93,8 @@ def test_what_the_command_prints(small: str, tmp_path: Path, capsys) -> None:
             for each in (estimates["nvfp4"], estimates["FP8"], estimates["BF16"])
         ]
         assert gathered == sorted(gathered)
-        assert estimates["BF16"]["work"].keys() == {"reduce_scatter", "optimizer", "store_plain"}
+        assert estimates["nvfp4"]["launches"]
+        assert not estimates["BF16"]["launches"]
         assert estimates["nvfp4"]["tp_traffic"]
 
 
@@ -130,7 +128,6 @@ def _quantized(name: str) -> costs.models.Params:
         (["small", "--dp", "2", "--rank", "2"], "rank must be an integer from 0 to 1"),
         (["small", "--tp", "3"], "must begin and end between blocks"),
         (["small", "--filter", "nothing"], "nothing"),
-        (["small", "--machine", "nonsense"], "a machine must be one of h100"),
         (["small", "--bucket-size", "0", "--dp", "2"], "bucket_size must be a positive number"),
         (["small", "--backward-passes", "0"], "backward_passes must be an integer from 1"),
     ],

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zerocast.lab.costs.estimation import Estimate
-from zerocast.lab.costs.machine import Machine
 
 Estimates = Mapping[str, Estimate]
 """Estimates by the name of the configuration."""
 
 
-def tables(estimates: Estimates, machine: Machine) -> str:
-    """Return tables that compare estimates of one model on the same number of ranks.
-
-    Bytes are exact; seconds are those of ``machine``.
-    """
-    seconds = {name: each.seconds(machine) for name, each in estimates.items()}
+def tables(estimates: Estimates) -> str:
+    """Return tables that compare estimates of one model on the same number of ranks."""
     sent = {name: each.sent_bytes for name, each in estimates.items()}
     memory = {name: each.memory for name, each in estimates.items()}
     counts = {
-        name: {"collectives": each.collectives, "launches of the cast": each.launches}
+        name: {
+            "collectives": each.collectives,
+            "launches of the cast": sum(each.launches.values()),
+        }
         for name, each in estimates.items()
     }
     parts = [
-        _table("bytes that a rank sends", sent, lambda number: f"{number:,}"),
-        _table("", counts, lambda number: f"{number:,}", total=False),
-        _table("bytes that a rank holds", memory, lambda number: f"{number:,}"),
-        _table("seconds", seconds, lambda number: f"{number:.4f}"),
-        f"Seconds: {machine.name}.",
+        _table("bytes that a rank sends", sent),
+        _table("", counts, total=False),
+        _table("bytes that a rank holds", memory),
     ]
     return "\n\n".join(parts)
 
 
-def _table(
-    title: str,
-    columns: Mapping[str, Mapping[str, Any]],
-    show: Callable[[Any], str],
-    *,
-    total: bool = True,
-) -> str:
+def _table(title: str, columns: Mapping[str, Mapping[str, int]], *, total: bool = True) -> str:
     """Return a table with ``columns``, and a row for each name that is not 0 in all of them."""
     names = _in_order(columns.values())
-    rows = [[name, *(show(each.get(name, 0)) for each in columns.values())] for name in names]
+    rows = [[name, *(f"{each.get(name, 0):,}" for each in columns.values())] for name in names]
     if total:
-        rows.append(["**together**", *(show(sum(each.values())) for each in columns.values())])
+        rows.append(["**together**", *(f"{sum(each.values()):,}" for each in columns.values())])
     return markdown([title, *columns], rows)
 
 
@@ -75,16 +65,13 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {line(row)} |" for row in (head, rule, *rows))
 
 
-def as_json(estimates: Estimates, machine: Machine) -> dict[str, Any]:
-    """Return the contents of estimates as JSON values, with their seconds on ``machine``."""
+def as_json(estimates: Estimates) -> dict[str, Any]:
+    """Return the contents of estimates as JSON values."""
     return {
         name: {
             **vars(each),
             "traffic": _traffic(each.traffic),
             "tp_traffic": _traffic(each.tp_traffic),
-            "work": {w: {"launches": d.launches, "bytes": d.nbytes} for w, d in each.work.items()},
-            "seconds": each.seconds(machine),
-            "machine": machine.name,
         }
         for name, each in estimates.items()
     }

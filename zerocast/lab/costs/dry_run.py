@@ -20,7 +20,7 @@ from zerocast.cast.consistency import tp_shards_by_group
 from zerocast.cast.shard_spec import ShardSpec
 from zerocast.cast.sharded_cast import ShardedCast
 from zerocast.comm import RecordingCommunicator, raise_together
-from zerocast.lab.costs.counted_launches import CountingBackend, Work
+from zerocast.lab.costs.counted_launches import CountingBackend
 from zerocast.lab.costs.one_of_many import OneOfMany
 from zerocast.layout import Owners, round_up
 from zerocast.optim.buckets import BUCKET_SIZE
@@ -76,8 +76,7 @@ class DryRun:
     Attributes:
         comm: the communicator that has recorded the traffic to data-parallel ranks by label.
         tp_comms: the same for recording groups of tensor parallelism.
-        steps: the names of the phases of the step, in order.
-        work: the launches, and the bytes that they read and write, by phase.
+        launches: the launches of zerocast's kernels by phase.
         memory: the bytes that this rank holds, by kind.
     """
 
@@ -102,12 +101,10 @@ class DryRun:
             self._shards, options.gradient_dtype, self._tail_bytes, buffer_bytes
         )
         self._backend = CountingBackend(options.device)
-        self.work = self._backend.work
+        self.launches = self._backend.launches
         self._cast = self._make_cast()
         self.tp_comms = [e for e in self._cast.comms[1:] if isinstance(e, RecordingCommunicator)]
-        pipeline = self._pipeline()
-        pipeline.run(self._counted)
-        self.steps = [name for name, _ in pipeline]
+        self._pipeline().run(self._counted)
         self.memory = self._count_memory()
 
     def _make_cast(self) -> ShardedCast:
@@ -140,7 +137,7 @@ class DryRun:
     # --- the step ---
 
     def _pipeline(self) -> CastPipeline:
-        """Return the steps of ZeroOptimizer.step."""
+        """Return the steps of ZeroOptimizer.step that send, launch or hold something."""
         pipeline = CastPipeline()
         if self._cast.specs:
             pipeline = self._cast.pipeline().having(
@@ -150,7 +147,6 @@ class DryRun:
         return pipeline.having(
             reduce_scatter=self._reduce_gradients,
             optimizer=self._update_masters,
-            store_plain=self._store_plain,
             all_gather=self._all_gather,
         )
 
@@ -170,15 +166,6 @@ class DryRun:
         for each in [*self._rounds[:-1] * passes, self._rounds[-1]]:
             each.place(memory)
             each.begin(self.comm)()
-        # Gradients are copied into buffers, and received rows are added to FP32 sums.
-        sent = sum(each.nbytes for each in self._rounds)
-        summed = 8 * self.comm.size * self._shards.num_columns
-        self._count(passes * (self._gradient_bytes() + 2 * sent + summed))
-
-    def _gradient_bytes(self) -> int:
-        """Return the bytes of all weights' gradients, in the weights' dtypes."""
-        params = [weight.param for weight in self._shards.weights]
-        return sum(param.numel() * param.dtype.itemsize for param in params)
 
     def _update_masters(self) -> None:
         shards, weights = self._shards, self._shards.weights
@@ -192,24 +179,14 @@ class DryRun:
             self._owners.return_masters()
         state = [v for i in masters for v in inner.state(i).values()]
         self._state_bytes = sum(v.nbytes for v in state if isinstance(v, torch.Tensor))
-        held = sum(master.nbytes for master in masters.values())
-        self._count(3 * held + 2 * self._state_bytes)
         if not self._cast.specs and self._options.device == "cpu":
             with self.comm.label(SENT["compute_scale"]):
                 raise_together(self.comm, None)
-
-    def _store_plain(self) -> None:
-        plain = [bucket for bucket in self._shards.buckets if not bucket.kind.is_codes]
-        self._count(sum((4 + b.kind.dtype.itemsize) * b.layout.rank_numel for b in plain))
 
     def _all_gather(self) -> None:
         for bucket in self._shards.buckets:
             with self.comm.label("codes" if bucket.kind.is_codes else "plain weights"):
                 bucket.all_gather(self.comm)
-
-    def _count(self, nbytes: int) -> None:
-        """Count the bytes, not the launches, of torch's operations, which no backend counts."""
-        self.work[self._backend.step] = Work(0, nbytes)
 
     # --- memory ---
 
@@ -235,7 +212,7 @@ class DryRun:
         sizes = [weight.param.numel() * weight.param.itemsize for weight in shards.weights]
         # With overlap_grad_reduce, a gradient is released when the next one exists.
         two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
-        held["gradients"] = two if self._options.overlap_grad_reduce else self._gradient_bytes()
+        held["gradients"] = two if self._options.overlap_grad_reduce else sum(sizes)
         held["amaxes"] = sum(each.nbytes for each in self._cast.exchange.tensors)
         held["scales in travel"] = sum(each.nbytes for each in self._cast.prepared.gathered_scales)
         return held

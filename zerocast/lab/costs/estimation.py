@@ -1,4 +1,4 @@
-"""Estimate: the bytes, launches, memory and seconds of a step of ZeroOptimizer."""
+"""Estimate: the bytes, launches and memory of a step of ZeroOptimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,11 @@ from typing import Any
 from zerocast import InputError, Recipe
 from zerocast.arguments import check_choice, check_integer
 from zerocast.comm import RecordingCommunicator, Traffic
-from zerocast.lab.costs.counted_launches import BACKENDS, Work
-from zerocast.lab.costs.dry_run import SENT, DryRun, StepOptions
-from zerocast.lab.costs.machine import Machine
+from zerocast.lab.costs.counted_launches import BACKENDS
+from zerocast.lab.costs.dry_run import DryRun, StepOptions
 from zerocast.lab.costs.models import Params, model_of, params_of, quantize_model
 from zerocast.lab.costs.one_of_many import OneOfMany
 from zerocast.recipes import describe_recipe
-
-PHASE_OF = {
-    **{sent: step for step, sent in SENT.items()},
-    "votes": "optimizer", "codes": "all_gather", "plain weights": "all_gather",
-}  # fmt: skip
-"""The phase of a step by the label of the data that it sends."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +22,19 @@ class Estimate:
     Attributes:
         dp, tp: the numbers of data-parallel and tensor-parallel ranks.
         elements: the number of elements of the weights of a data-parallel rank.
-        phases: the names of the phases of the step, in order.
         traffic: the traffic to data-parallel ranks, by label and kind of collective.
         tp_traffic: the same to ranks of tensor parallelism.
-        work: the launches, and the bytes that they read and write, by phase.
+        launches: the launches of zerocast's kernels by phase, without those of torch.
         memory: the bytes that the rank holds, by kind.
     """
 
     dp: int
     tp: int
     elements: int
-    phases: Sequence[str]
     traffic: Mapping[tuple[str, str], Traffic]
     tp_traffic: Mapping[tuple[str, str], Traffic]
-    work: Mapping[str, Work]
+    launches: Mapping[str, int]
     memory: Mapping[str, int]
-
-    @property
-    def launches(self) -> int:
-        """The launches of zerocast's kernels, without those of torch."""
-        return sum(work.launches for work in self.work.values())
 
     @property
     def collectives(self) -> int:
@@ -63,25 +49,6 @@ class Estimate:
             for (label, _), traffic in of.items():
                 found[label] = found.get(label, 0) + traffic.sent_bytes
         return found
-
-    def phase_bytes(self, phase: str) -> int:
-        """Return the bytes that the work of a phase reads and writes; 0 if it has no work."""
-        return self.work[phase].nbytes if phase in self.work else 0
-
-    def seconds(self, machine: Machine) -> dict[str, float]:
-        """Return the seconds of each phase on ``machine``; see "Note: the model of time" in
-        :mod:`zerocast.lab.costs.machine`.
-        """
-        return {
-            phase: sum(
-                machine.collective(kind, size, traffic)
-                for size, of in ((self.dp, self.traffic), (self.tp, self.tp_traffic))
-                for (label, kind), traffic in of.items()
-                if PHASE_OF[label] == phase
-            )
-            + (machine.phase(phase, nbytes) if (nbytes := self.phase_bytes(phase)) else 0.0)
-            for phase in self.phases
-        }
 
 
 def estimate(
@@ -119,7 +86,7 @@ def estimate(
         for key, traffic in comm.traffic.items():
             tp_traffic.setdefault(key, Traffic()).add(traffic)
     elements = sum(param.numel() for _, param in params)
-    return Estimate(dp, tp, elements, run.steps, run.comm.traffic, tp_traffic, run.work, run.memory)
+    return Estimate(dp, tp, elements, run.comm.traffic, tp_traffic, run.launches, run.memory)
 
 
 def estimate_model(
