@@ -16,7 +16,7 @@ from zerocast.export.tp_parts import is_fsdp_sharded, tp_part
 from zerocast.layout import Extent, chunk
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
-from zerocast.sharded.all_gather import CodesState, LowBitAllGather
+from zerocast.sharded.all_gather import LowBitAllGather
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import fsdp_dimension, is_sharded, to_local
 from zerocast.tensors import QuantizedTensor, TensorParallelShard
@@ -198,7 +198,7 @@ def gathered_dtype(gather: LowBitAllGather) -> torch.dtype:
     Raises:
         InputError: if it has not been gathered yet.
     """
-    if gather.codes is CodesState.NONE:
+    if not gather.is_cast:
         raise InputError(
             f"{gather.name} has not been gathered yet, so the dtype of its weight is unknown; give "
             "dtype=, such as torch.bfloat16."

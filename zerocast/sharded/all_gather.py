@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -41,23 +40,6 @@ from zerocast.tensors import (
 from zerocast.tensors.quantize import plain_master
 
 
-class CodesState(Enum):
-    """The memory that a weight's codes occupy on this rank, in addition to the master.
-
-    NONE: no memory. No cast has been made, so dtype, device and ranks are unknown.
-    CAST: codes and scales of this rank's rows, cast with others of an amax group before the first
-        gather.
-    GATHERED: as CAST. FSDP2 gathers the whole codes from them, and frees those like other
-        parameters.
-    KEPT: as CAST, plus the whole codes, permanently: FSDP2 does not shard this weight.
-    """
-
-    NONE = "none"
-    CAST = "cast"
-    GATHERED = "gathered"
-    KEPT = "kept"
-
-
 class LowBitAllGather:
     """The cast and gather of one master, shared by all of its pieces (whole, shard, alias).
 
@@ -73,12 +55,12 @@ class LowBitAllGather:
 
     Attributes:
         state: the state after the latest cast, by the names of :attr:`Recipe.state`.
-        codes: the memory that the codes occupy.
+        is_sent: whether a gather has sent :attr:`shards`; an amax group casts them before, too.
         cast_values: the values that were cast last.
         is_gathered: whether FSDP2 has sharded the master, and gathers it.
         is_settled: whether the next gather may skip asking all ranks if a cast is due.
         comm: the ranks that share :attr:`shards`.
-        kept: the whole weight in :attr:`CodesState.KEPT`, else None.
+        kept: the whole weight, permanently, where FSDP2 does not shard it; else None.
         verify: how ranks compare the weight after the first gather of each cast, one weight at a
             time, in FSDP2's gather order.
         cast_group: this gather, and those of its amax group that were cast with it.
@@ -104,7 +86,7 @@ class LowBitAllGather:
         self.recipe = as_recipe(recipe)
         self.name = check_text("name", name)
         self.state = fresh_state(recipe) if state is None else state
-        self.codes = CodesState.NONE
+        self.is_sent = False
         self.cast_values = CastValues()
         self.cast_values.are_loaded = is_copy
         self.is_gathered = False
@@ -185,8 +167,13 @@ class LowBitAllGather:
     # --- before the all-gather ---
 
     @property
+    def is_cast(self) -> bool:
+        """Whether a cast has been made. Before it, dtype, device and ranks are unknown."""
+        return self._shards is not None
+
+    @property
     def shards(self) -> AllGatherInput:
-        """The shards that this rank sends. They do not exist in :attr:`CodesState.NONE`."""
+        """The shards that this rank sends; they exist after the first cast (:attr:`is_cast`)."""
         assert self._shards is not None, self.name
         return self._shards
 
@@ -225,7 +212,7 @@ class LowBitAllGather:
                 shape, dtype, self.recipe, self.state, comm.size, comm.rank, device,
                 columnwise=self.for_linear, tp_shard=tp_shard,
             )  # fmt: skip
-            self.codes, self.kept, self.latest = CodesState.CAST, None, None
+            self.is_sent, self.kept, self.latest = False, None, None
         if self.state and not is_due:
             self.recipe.rewind(self.state)
         self.cast_values.forget()

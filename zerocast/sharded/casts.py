@@ -29,7 +29,7 @@ from zerocast.cast.plan_cache import drop_plan, find_plan, keep_plan
 from zerocast.cast.verified import VerifyMode, check_mode
 from zerocast.comm import Communicator, Group, announcing, as_communicator
 from zerocast.errors import InputError
-from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
+from zerocast.sharded.all_gather import AllGatherInput, LowBitAllGather, gather_of
 from zerocast.sharded.amax_group import AmaxGroup, CastGroup
 from zerocast.sharded.placement import is_sharded, reshard
 from zerocast.tensors import QuantizedTensor
@@ -98,7 +98,7 @@ def _is_due_anywhere(
     """
     is_settled, gather.is_settled = gather.is_settled, False
     is_due = True
-    if all(each.codes is not CodesState.NONE or each.cast_values.are_loaded for each in cast_group):
+    if all(each.is_cast or each.cast_values.are_loaded for each in cast_group):
         in_backward = torch._C._current_graph_task_id() != -1
         is_seen = not all(member.cast_values.are_in(member.master) for member in cast_group)
         if in_backward or (is_settled and not is_seen):
@@ -176,14 +176,13 @@ def codes_to_send(
         new = [member.prepare(comm, dtype, device, is_due=is_due) for member in cast_group]
         if is_due or any(new):
             _run_casts([cast_group])
-    if gather.codes is CodesState.CAST:
-        gather.codes = CodesState.GATHERED
+    gather.is_sent = True
     return gather.shards.padded, gather.shards
 
 
 def _is_cast_for_another(gather: LowBitAllGather, dtype: torch.dtype) -> bool:
     """Return whether its group had this weight cast for a gather in another dtype."""
-    return gather.codes is CodesState.CAST and gather.shards.storage.dtype != dtype
+    return gather.is_cast and not gather.is_sent and gather.shards.storage.dtype != dtype
 
 
 def _check_dtype(gather: LowBitAllGather, cast_group: CastGroup, dtype: torch.dtype) -> None:
@@ -234,7 +233,7 @@ def precompute_scales_for_fsdp(
         RankMismatchError: on every rank, on CPU only, if the ranks' numbers differ.
     """
     found = _cast_groups("precompute_scales_for_fsdp", model)
-    cast_groups = [group for group in found if all(g.codes is not CodesState.NONE for g in group)]
+    cast_groups = [group for group in found if all(each.is_cast for each in group)]
     due = cast_groups
     for gather in itertools.chain(*found) if not only_written else ():
         gather.cast_values.are_loaded = False

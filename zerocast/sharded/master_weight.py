@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from zerocast.arguments import check_tensor
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
-from zerocast.sharded.all_gather import AllGatherInput, CodesState, LowBitAllGather, gather_of
+from zerocast.sharded.all_gather import AllGatherInput, LowBitAllGather, gather_of
 from zerocast.sharded.casts import cast_group_of, codes_to_send
 from zerocast.sharded.placement import check_placement, is_sharded, sharded_like, to_local
 from zerocast.tensors import QuantizedTensor
@@ -132,7 +132,7 @@ class MasterWeight(torch.Tensor):
             for each in module._parameters.values()
             if each is not None and gather_of(each) is gather
         )
-        if gather.codes is not CodesState.GATHERED:
+        if not gather.is_sent or gather.kept is not None:
             check_placement(gather.name, parameter)
         dtype = mp_policy.param_dtype or self.dtype
         cast_group = cast_group_of(module, parameter, dtype)

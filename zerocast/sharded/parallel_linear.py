@@ -29,7 +29,7 @@ import torch
 
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.sharded.all_gather import CodesState, gather_of
+from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.casts import CastGroup, cast_group_of, codes_to_send
 from zerocast.sharded.master_weight import MasterWeight, not_gathered
 from zerocast.sharded.placement import distributed, is_sharded, to_local, tp_shard_of
@@ -95,7 +95,6 @@ def kept_weight(master: torch.Tensor, cast_group: CastGroup) -> QuantizedTensor:
     codes, shards = codes_to_send(gather, cast_group, SingleRank(), master.dtype, master.device)
     if gather.kept is None:
         gather.kept = gather.gathered_weight(codes, shards)[0].quantized_storage
-        gather.codes = CodesState.KEPT
     return QuantizedTensor(gather.kept)
 
 
