@@ -42,7 +42,6 @@ def test_quantizers_follow_the_gemms():
     assert [q.dtype for q in forward.make_quantizers()] == [E4M3] * 6
     assert [q.dtype for q in backward.make_quantizers()] == [E5M2] * 4
     assert RecipeState.create(DRAWN, mode="forward").make_quantizers()[0].dtype == E2M1
-    assert (forward.qx_dtype, forward.qw_dtype, forward.qgrad_dtype) == (E4M3, E4M3, E5M2)
     assert forward.scale.tolist() == [1.0] * 6
     assert forward.amax_history.shape == (6, HISTORY)
     assert not forward.amax_history.any()

@@ -8,6 +8,7 @@ import warnings
 import torch
 
 from zerocast.backends import use_backend
+from zerocast.errors import VerificationError
 from zerocast.lab.threaded_cast import cast_on_threads
 from zerocast.recipes import RECIPES, MXFP8BlockScaling, NVFP4BlockScaling, QParams, Recipe
 from zerocast.tensors import QuantizedTensor, empty, quantize
@@ -16,10 +17,6 @@ SHAPE = (96, 160)
 
 BOUNDS = (0, 1301, 1302, 96 * 160)
 """Rank r owns elements BOUNDS[r] to BOUNDS[r + 1], which begin inside of rows, blocks and bytes."""
-
-
-class WrongCastError(Exception):
-    """The error for a sharded cast that differs from the unsharded one."""
 
 
 def recipes() -> dict[str, Recipe]:
@@ -36,7 +33,7 @@ def compare_casts(recipe: Recipe, device: torch.device) -> int:
     """Cast a weight sharded and unsharded; return the number of bytes, all equal on each rank.
 
     Raises:
-        WrongCastError: if a byte differs.
+        VerificationError: if a byte differs.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = torch.logspace(-6, 3, SHAPE[0], dtype=torch.float32, device="cpu").unsqueeze(1)
@@ -56,7 +53,7 @@ def compare_casts(recipe: Recipe, device: torch.device) -> int:
         for name, buffer in weight.quantized_storage.buffers.items():
             bits, other = (b.contiguous().view(torch.uint8) for b in (buffer, expected[name]))
             if wrong := int((bits != other).sum()):
-                raise WrongCastError(
+                raise VerificationError(
                     f"rank {rank}: {wrong} bytes of {name} differ; please report this with the "
                     "whole output"
                 )

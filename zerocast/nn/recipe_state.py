@@ -35,7 +35,7 @@ from zerocast.comm import Communicator
 from zerocast.errors import InputError, MissingDataError
 from zerocast.layout import ONE_BLOCK
 from zerocast.nn.quantizer import Quantizer, StateSlot
-from zerocast.numerics import ElementFormat, Launch, Numerics, PlaneBuffers, TensorOperand
+from zerocast.numerics import Launch, Numerics, PlaneBuffers, TensorOperand
 from zerocast.recipes import Recipe, Role, as_recipe
 
 Mode = Literal["forward", "backward"]
@@ -142,21 +142,6 @@ class RecipeState:
     def num_quantizers(self) -> int:
         """The number of tensors that the state is for."""
         return len(self.roles)
-
-    @property
-    def qx_dtype(self) -> ElementFormat:
-        """The format of inputs and outputs."""
-        return self.recipe.for_role("input").numerics.fmt
-
-    @property
-    def qw_dtype(self) -> ElementFormat:
-        """The format of weights."""
-        return self.recipe.for_role("weight").numerics.fmt
-
-    @property
-    def qgrad_dtype(self) -> ElementFormat:
-        """The format of gradients of outputs and inputs."""
-        return self.recipe.for_role("grad_output").numerics.fmt
 
     @property
     def scale(self) -> torch.Tensor:
