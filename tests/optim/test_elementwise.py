@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.support.claims import message_of, one_message
-from tests.support.ranks import on_ranks
-from zerocast.comm import Communicator, run_in_process
+from zerocast.comm import run_in_process
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.optim import ZeroOptimizer
 
@@ -93,14 +92,6 @@ class CodesFromFourThousand(HalfState):
         super().step()
 
 
-class Rebinding(ByParameter):
-    """Element-wise, but not in place: binds its parameters to new memory."""
-
-    def update(self, p: Any, group: Any) -> None:
-        if p.grad is not None:
-            p.data = p.data - group["lr"] * p.grad
-
-
 @pytest.mark.parametrize(
     ("optimizer_class", "match"),
     [
@@ -162,18 +153,6 @@ def test_other_packages_elementwise_optimizers_pass(name: str) -> None:
     """Classes that zerocast has never heard of."""
     optimizer_class = getattr(pytest.importorskip("pytorch_optimizer"), name)
     optimizer_of(optimizer_class)
-
-
-@on_ranks("in_process", 3)
-def test_an_optimizer_that_rebinds_its_parameters_trains(comm: Communicator) -> None:
-    """What it computes is brought back to where masters are cast from."""
-    weight = torch.nn.Parameter(torch.ones(2, 4))
-    optimizer = ZeroOptimizer([weight], Rebinding, comm, lr=0.25)
-    for _ in range(2):
-        weight.grad = torch.ones(2, 4)
-        optimizer.step()
-    assert torch.equal(optimizer.gather_master(weight), weight)
-    assert weight.tolist() == [[0.5] * 4] * 2
 
 
 def test_an_unknown_optimizer_that_is_elementwise_is_accepted() -> None:
