@@ -1,8 +1,11 @@
 """Every public call with each of its arguments replaced by what it cannot use: it ends in an error
-of zerocast's that says what is required, or does what can only have been meant.
+of zerocast's that says what is required, or does what can only have been meant; on ranks of which
+one alone is wrong, on all of them.
 """
 
+import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,8 +16,13 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import zerocast
-from zerocast.comm import SingleRank
-from zerocast.errors import ZerocastError
+from tests.support.claims import one_message
+from tests.support.planned import unsharded
+from tests.support.ranks import on_ranks
+from tests.support.refusals import NUMEL, of_weights
+from tests.support.same_bytes import assert_same_storage
+from zerocast.comm import Communicator, RecordingCommunicator, SingleRank, run_in_process
+from zerocast.errors import InputError, ZerocastError
 from zerocast.nn.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput
 from zerocast.optim import ZeroOptimizer
 
@@ -23,12 +31,23 @@ SHAPE = (32, 64)
 MXFP8 = zerocast.MXFP8BlockScaling()
 
 
-class Raises:
-    """An iterable whose first item is an error."""
+class Strange:
+    """An object whose every question is answered by an exception that is none of zerocast's."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: object) -> Any:
+        raise RuntimeError("no entries")
 
     def __iter__(self) -> Iterator[Any]:
-        yield from ()
-        raise RuntimeError("from the caller's own generator")
+        raise OSError("no iteration")
+
+    def __index__(self) -> int:
+        raise ValueError("no index")
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise ValueError("no memory")
 
 
 def wrong_values() -> dict[str, Any]:
@@ -45,7 +64,7 @@ def wrong_values() -> dict[str, Any]:
         "empty": x[:0], "strided": x.t(), "meta": x.to("meta"), "sparse": x.to_sparse(),
         "negative bit": torch._neg_view(x), "overlapping": x[:1].expand(SHAPE),
         "quantized": zerocast.quantize(x, zerocast.Float8CurrentScaling()),
-        "raises": Raises(), "recipe": zerocast.NVFP4BlockScaling(),
+        "strange": Strange(), "recipe": zerocast.NVFP4BlockScaling(),
         "params": zerocast.QParams(stochastic_rounding=True),
     }  # fmt: skip
 
@@ -219,3 +238,132 @@ def test_a_wrong_argument_ends_in_an_error_that_says_so(name: str) -> None:
     use(call(**given))
     found = outcomes(name)
     assert not found, "\n".join(f"{where}: {error}" for where, error in found.items())
+
+
+# --- on ranks, of which the last one alone is wrong ---
+
+RECIPES = (zerocast.NVFP4BlockScaling(), MXFP8)
+
+
+def lists_and_scalars() -> list[Any]:
+    """What arguments are replaced by that lists are taken for: of no use anywhere, or elsewhere."""
+    return [
+        None, 0, -1, 1.5, 2**70, "ab", "\ud800", b"ab", [], [[]], {}, {0: 1, 1: 2}, set(), object(),
+        Strange(), iter([1, 2]), range(2), [None, None], [1, 1], ["a", "b"], ["a", "a"], [1.5, 0],
+        ["\ud800", "b"], [Strange(), Strange()], [object(), None], [torch.ones(3), torch.ones(5)],
+        [torch.ones(NUMEL // 3, dtype=torch.float64)] * 2, torch.ones(2), torch.ones(2, 2),
+        torch.zeros(2, dtype=torch.int64), True, [True, False], [(None, None)] * 2, NotImplemented,
+        [torch.zeros(0, dtype=torch.uint8)] * 2, [2**70, 0], lambda: None, zerocast, type,
+        [["*"]], [["*.a"], ["*.b"]], [7], [[7]],
+    ]  # fmt: skip
+
+
+ARGUMENTS = (
+    "model_weights", "master_weights", "start_offsets", "fsdp_shard_model_weights",
+    "manual_post_all_gather_processing", "check_finite",
+)  # fmt: skip
+PLAN_ARGUMENTS = (*ARGUMENTS, "names", "amax_groups")
+
+
+def right(comm: Communicator) -> dict[str, Any]:
+    """A right call, of two weights, cut over the ranks."""
+    return of_weights(comm, *RECIPES)
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What an error of zerocast said, if the call ended in one."""
+    try:
+        call(*args, **kwargs)
+    except ZerocastError as error:
+        return str(error)
+    return ""
+
+
+@on_ranks("in_process")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [(zerocast.CastPlan, argument) for argument in PLAN_ARGUMENTS]
+    + [(zerocast.quantize_master_weights, argument) for argument in ARGUMENTS],
+)
+def test_any_value_of_any_argument(
+    comm: Communicator, call: Callable[..., Any], argument: str
+) -> None:
+    """Right or refused, by the same error on every rank; the group is as usable as before."""
+    for value in lists_and_scalars():
+        kwargs = right(comm)
+        if comm.rank == comm.size - 1:
+            kwargs[argument] = value
+        one_message(comm.all_gather_object(error_of(call, **kwargs)))
+
+
+@on_ranks("in_process")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("call", ["cast", "bind"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_value_as_new_masters(comm: Communicator, call: str) -> None:
+    """The same of masters that a plan is given later; it goes on afterwards."""
+    kwargs = right(comm)
+    plan = zerocast.CastPlan(**kwargs)
+    for value in lists_and_scalars():
+        wrong = value if comm.rank == comm.size - 1 else kwargs["master_weights"]
+        one_message(comm.all_gather_object(error_of(getattr(plan, call), wrong)))
+    plan.cast(kwargs["master_weights"])
+    plan.all_gather()
+    for held in kwargs["model_weights"]:
+        assert_same_storage(held, unsharded(torch.ones(held.shape), held.recipe), "afterwards")
+
+
+@pytest.mark.parametrize("value", lists_and_scalars(), ids=lambda value: type(value).__name__)
+def test_any_value_that_is_processed(value: Any) -> None:
+    """post_all_gather_processing and the plan's hook refuse what is no tensor or no module."""
+    kwargs = right(SingleRank())
+    for call in (
+        zerocast.post_all_gather_processing,
+        zerocast.CastPlan(**kwargs).post_all_gather_hook,
+    ):
+        with contextlib.suppress(ZerocastError):
+            call(value)
+
+
+NO_BUFFERS = [None, 1.5, "text", [], object(), torch.ones(4).to_sparse(), torch.zeros(4, 4).t()]
+COLLECTIVES = {
+    "all_reduce_max_": lambda comm, x: comm.all_reduce_max_(x),
+    "all_reduce_sum_": lambda comm, x: comm.all_reduce_sum_(x),
+    "all_gather_": lambda comm, x: comm.all_gather_(x),
+    "start_all_gather_": lambda comm, x: comm.start_all_gather_(x)(),
+    "counts": lambda comm, x: comm.all_gather_(torch.zeros(6), x if x is not None else 5),
+    "reduce_scatter_sum": lambda comm, x: comm.reduce_scatter_sum(x, x),
+    "start_all_to_all": lambda comm, x: comm.start_all_to_all(x, x)(),
+    "received": lambda comm, x: comm.start_all_to_all(
+        torch.zeros(6), torch.zeros(6), x if x is not None else 5
+    ),
+    "broadcast_": lambda comm, x: comm.broadcast_(x),
+    "root": lambda comm, x: comm.broadcast_(torch.zeros(2), x),
+    "all_gather_object": lambda comm, x: comm.all_gather_object(threading.Lock()),
+    "recorded": lambda comm, x: RecordingCommunicator(comm).all_gather_(x),
+    "recorded sum": lambda comm, x: RecordingCommunicator(comm).all_reduce_sum_(x),
+    "recorded exchange": lambda comm, x: RecordingCommunicator(comm).start_all_to_all(x, x),
+    "recorded scatter": lambda comm, x: RecordingCommunicator(comm).reduce_scatter_sum(x, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("call", COLLECTIVES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_wrong_arguments_of_collectives(call, world_size):
+    """Whatever the last rank gives: it is refused, and the others are released."""
+
+    def body(comm, wrong):
+        if comm.rank == world_size - 1:
+            with pytest.raises(ZerocastError):
+                COLLECTIVES[call](comm, wrong)
+            with pytest.raises(ZerocastError):
+                COLLECTIVES[call](SingleRank(), wrong)
+            raise InputError("as it was")
+        comm.barrier()
+
+    for wrong in NO_BUFFERS:
+        with pytest.raises(InputError, match="as it was"):
+            run_in_process(world_size, lambda comm, wrong=wrong: body(comm, wrong))

@@ -280,7 +280,9 @@ def test_tiles_of_row_blocks_visit_each_element_once_in_its_blocks(ask) -> None:
 
 
 def assert_visited(ask, function, grid, extent, tiles, second=None) -> None:
-    """That these tiles have each element of the extent once, in its blocks."""
+    """That these tiles have each element of the extent once, in its blocks, of which none has too
+    many; and that none is of nothing.
+    """
     found = [np.empty(0, np.int64)]
     for number, tile in enumerate(tiles):
         address = (4096, 4104)[number % 2]
@@ -295,6 +297,8 @@ def assert_visited(ask, function, grid, extent, tiles, second=None) -> None:
         assert ((some == (own > 0)) | (some & cut_off == 1)).all(), (grid, extent, tile)
         if keep:
             assert (blocks == blocks.max(1, keepdims=True))[owns].all(), (grid, extent, tile)
+        assert own.any(), f"a tile of nothing: {grid}, {extent}, {tile}"
+        assert second or tile[1] % 2**32 <= tiling.MAX_TILE_BLOCKS, (grid, extent, tile)
         found.append(elements[owns])
         assert (blocks == grid.block_of(elements))[owns].all(), (grid, extent, tile)
         if second:

@@ -1,14 +1,16 @@
-"""Bytes do not follow what the process around a cast has set: flags, defaults, modes of torch."""
+"""Bytes do not follow what the thread around a cast has set: flags and modes of torch. That they
+follow no default dtype or device, and no fresh memory, is the claim of tests/test_allocations.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.settings import default_dtype, deterministic, two_threads
+from tests.support.settings import two_threads
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import QParams, Recipe
@@ -49,7 +51,7 @@ def sharded_cast(
     return run_in_process(2, rank)
 
 
-# --- what the process has set ---
+# --- what is set ---
 
 
 @contextmanager
@@ -62,26 +64,19 @@ def flushing() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-PROCESS_SETTINGS = {
-    "default dtype float64": lambda: default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "deterministic algorithms": deterministic,
-}
-THREAD_SETTINGS = {
+SETTINGS = {
     "subnormals flushed": flushing,
-    "default device meta": lambda: torch.device("meta"),
     "no_grad": torch.no_grad,
     "grad": torch.enable_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-SETTINGS = PROCESS_SETTINGS | THREAD_SETTINGS
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_bytes_do_not_follow_a_setting_of_the_process(setting, recipe):
-    """Codes, scales, amax, copies and values are those of a process that set nothing."""
+def test_the_bytes_do_not_follow_a_setting(setting, recipe):
+    """Codes, scales, amax, copies and values are those of a thread that set nothing."""
     for x in (subnormals((33, 80)), torch.randn(33, 80), torch.full((16, 16), torch.nan)):
         weight, values = cast(x, recipe)
         with SETTINGS[setting]():
@@ -93,14 +88,10 @@ def test_the_bytes_do_not_follow_a_setting_of_the_process(setting, recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_sharded_cast_does_not_follow_a_setting(setting, recipe):
-    """The same for a plan over two ranks, each of which sets in its thread what a thread can."""
+    """The same for a plan over two ranks, each of which sets it in its thread."""
     x = subnormals((33, 80))
     weight, _ = cast(x, recipe)
-    of_the_process = PROCESS_SETTINGS.get(setting, nullcontext)
-    of_each_thread = THREAD_SETTINGS.get(setting, nullcontext)
-    with of_the_process():
-        by_rank = sharded_cast(x, recipe, of_each_thread)
-    for rank, sharded in enumerate(by_rank):
+    for rank, sharded in enumerate(sharded_cast(x, recipe, SETTINGS[setting])):
         assert_same_storage(sharded, weight, f"{setting}, rank {rank}")
 
 

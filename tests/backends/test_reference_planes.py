@@ -5,7 +5,7 @@ behind.
 import pytest
 import torch
 
-from tests.support.operations import masters_of, operand, plane
+from tests.support.operations import masters_of, operand
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.backends.cpu import CpuBackend
 from zerocast.backends.reference import ReferenceBackend
@@ -18,12 +18,8 @@ from zerocast.numerics import (
     E4M3,
     DelayedState,
     Float8DelayedNumerics,
-    Float8Numerics,
-    MXNumerics,
     NVFP4Numerics,
     Rounding,
-    encode,
-    reciprocal_e8m0,
 )
 
 REFERENCE = ReferenceBackend()
@@ -73,40 +69,6 @@ def test_a_vector_is_a_plane_of_one_row_or_column():
 
 
 # --- the second plane ---
-
-
-@pytest.mark.parametrize("numerics", [MXNumerics(), Float8Numerics(E4M3)], ids=["mxfp8", "fp8"])
-@pytest.mark.parametrize(("start", "end"), [(0, 192), (5, 6), (31, 97), (64, 128), (7, 7)])
-def test_a_shard_writes_both_planes_and_no_other_byte(numerics, start, end):
-    """Into buffers of its own, that start with the shard; amaxes of the blocks that it touches."""
-    grid, second = BlockGrid(6, 32, 1, 32), BlockGrid(6, 32, 3, 1)
-    x = torch.randn(192, generator=torch.Generator().manual_seed(1))[start:end]
-    amax = torch.zeros(6 + 64 + 1, dtype=torch.int32)
-    codes = torch.full((2, end - start + 2), 0xA5, dtype=torch.uint8)
-    shard = operand(
-        grid, amax[:6], amax[-1:], codes[0], extent=Extent(start, end), codes_start=start,
-        second=plane(second, amax[6:-1], codes[1]),
-    )  # fmt: skip
-    REFERENCE.partial_amax([shard], masters_of(x))()
-    REFERENCE.partial_cast(numerics, [shard], masters_of(x))()
-
-    for row, blocks, part in ((0, grid, amax[:6]), (1, second, amax[6:-1])):
-        expected = torch.zeros(blocks.num_blocks)
-        for i, value in zip(range(start, end), x.tolist(), strict=True):
-            b = blocks.block_of(i)
-            expected[b] = max(expected[b], abs(value))
-        assert_same_bytes(part.view(torch.float32), expected, f"amaxes of plane {row}")
-        for i, value in zip(range(start, end), x, strict=True):
-            a = expected[blocks.block_of(i)]
-            if isinstance(numerics, MXNumerics):
-                exponent = torch.frexp(a * torch.tensor(1 / 448)).exponent.int()
-                mantissa = torch.frexp(a * torch.tensor(1 / 448)).mantissa
-                multiplier = reciprocal_e8m0((126 + exponent + (mantissa > 0.5)).byte())
-            else:
-                multiplier = torch.tensor(448.0) / a
-            wanted = encode((value * multiplier)[None], E4M3)
-            assert codes[row, i - start] == wanted, (row, i, value)
-        assert codes[row, end - start :].tolist() == [0xA5, 0xA5]
 
 
 # --- numerics that remember ---

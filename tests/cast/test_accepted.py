@@ -7,9 +7,10 @@ import torch
 
 import zerocast
 from tests.support.claims import assert_same_tensors, stored, told_all
+from tests.support.planned import unsharded
 from tests.support.ranks import on_ranks
 from tests.support.recipes import RECIPES
-from tests.support.refusals import FP8, NUMEL, NVFP4, SHAPE, of_weights, weight
+from tests.support.refusals import FP8, MXFP8, NUMEL, NVFP4, SHAPE, of_weights, weight
 from tests.support.same_bytes import assert_same_storage
 from tests.support.values import draw_values
 from zerocast.cast.consistency import _likely_cause
@@ -183,3 +184,33 @@ def test_a_shard_may_be_received_where_the_gather_puts_it(comm: Communicator) ->
     plan.cast()
     plan.all_gather()
     assert_same_storage(weight, zerocast.quantize(x.view(SHAPE), NVFP4), "gathered")
+
+
+def test_one_weight_or_plain_tensors_are_processed() -> None:
+    """As in TransformerEngine, post_all_gather_processing takes one weight too, and passes plain
+    tensors by; what is none is refused.
+    """
+    kwargs = of_weights(SingleRank(), NVFP4, MXFP8)
+    zerocast.quantize_master_weights(**kwargs)
+    first, other = kwargs["model_weights"]
+    with pytest.raises(zerocast.StaleCopyError):
+        _ = first.columnwise_data
+    zerocast.post_all_gather_processing(first)
+    zerocast.post_all_gather_processing([torch.ones(3), other, torch.nn.Parameter(torch.ones(1))])
+    zerocast.post_all_gather_processing(torch.ones(3))
+    with pytest.raises(InputError, match=r"model_weights\[1\] must be a tensor, got int"):
+        zerocast.post_all_gather_processing([first, 3])
+    assert_same_storage(first, unsharded(torch.ones(SHAPE), NVFP4), "one weight")
+
+
+@on_ranks("in_process", 2)
+def test_a_shard_of_nothing_takes_no_buffers(comm: Communicator) -> None:
+    """(None, None) stands for two buffers of nothing; for a shard with elements it is refused."""
+    weight = zerocast.empty(SHAPE, MXFP8)
+    mine = torch.ones(NUMEL)
+    codes = [torch.zeros(NUMEL, dtype=torch.uint8) for _ in range(2)]
+    owner = comm.rank == 0
+    args = ([weight], [mine if owner else None], [0 if owner else None], comm)
+    zerocast.CastPlan(*args, fsdp_shard_model_weights=[codes if owner else (None, None)]).cast()
+    with pytest.raises(InputError, match=r"bytes of elements \[0, \d+\), got NoneType"):
+        zerocast.CastPlan(*args, fsdp_shard_model_weights=[(None, None)])

@@ -214,21 +214,6 @@ def test_experts_have_groups_of_their_own(comm: InProcessCommunicator) -> None:
 # --- derived copies ---
 
 
-@both
-def test_a_stale_copy_is_refused(recipe: zerocast.Recipe) -> None:
-    """Between cast and post-processing the columnwise copy cannot be read; afterwards it is the
-    unsharded one.
-    """
-    master = draw_values("normal", NUMEL, 1)
-    weight = zerocast.empty(SHAPE, recipe)
-    zerocast.quantize_master_weights([weight], [master], [0])
-    with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
-        _ = weight.columnwise_data
-    assert weight.rowwise_data is not None
-    zerocast.post_all_gather_processing([weight])
-    assert_same_storage(weight, unsharded(master, recipe), "after post-processing")
-
-
 X = torch.ones(2, SHAPE[1], dtype=torch.bfloat16)
 
 

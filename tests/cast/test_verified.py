@@ -23,8 +23,7 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.cast.sharded_cast import ShardedCast
-from zerocast.cast.verified import _MOST, _message, _vote
-from zerocast.cast.whole_cast import Difference, HeldWeight
+from zerocast.cast.verified import _MOST, _vote
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError, VerificationError
@@ -186,7 +185,8 @@ FAULTS: list[tuple[Callable[[Weights, Any], None], str, str, tuple[str, ...]]] =
                                       "ranks 0, 2 hold the right bytes")),
     (flipped_derived, "full", "full", ("a.weight", "rank 2 holds", "[0, 10] of columnwise_data")),
     (stale_scale, "full", "hash", ("a.weight", "rank 2 holds 0x", "of rowwise_scale_inv", "stale")),
-    (one_step_behind, "boundary", "hash", ("a.weight", "rank 0 holds", "ranks 1, 2 hold the right",
+    (one_step_behind, "boundary", "hash", ("a.weight", "rank 0 holds", "the first of",
+                                           "ranks 1, 2 hold the right",
                                            "also differ in b.weight, c.weight")),
     (master_moved_on, "boundary", "full", ("weight", "ranks 0, 1, 2 hold", "another master")),
 ]  # fmt: skip

@@ -1,7 +1,6 @@
 """A checkpoint that is damaged, foreign, newer or of another training is refused by name."""
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable
@@ -16,12 +15,16 @@ from tests.optim.training import NVFP4, Training, assert_same_lists, held_by, ma
 from tests.support.claims import assert_same_tensors, message_of, one_message
 from tests.support.recipes import RECIPES
 from zerocast.checkpoint import load, save
-from zerocast.checkpoint.manifest import _digest, read_manifest
+from zerocast.checkpoint.manifest import _digest
 from zerocast.comm import Communicator, run_in_process
 from zerocast.errors import InputError, RankMismatchError, UnsupportedError, ZerocastError
 from zerocast.optim import ZeroOptimizer
 
 MANIFEST = "checkpoint.json"
+FOREIGN = re.compile(
+    r"planner|plan\b|chunk|ReadItem|WriteItem|Traceback|fqn|BytesIO|``|:[a-z]+:`|\x1b"
+)
+"""Words of torch.distributed.checkpoint, markup, and codes of a terminal."""
 
 
 def saved(path: Path, steps: int = 2) -> None:
@@ -45,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(path: Path, make: Callable[[Communicator], ZeroOptimizer] | None = None) -> str:
-    """What two ranks are told alike, with nothing changed."""
+    """What two ranks are told alike, in words of ours, with nothing changed."""
 
     def body(comm: Communicator) -> str:
         optimizer = make(comm) if make else Training(comm, RECIPES["delayed"], seed=1).optimizer
@@ -54,7 +57,9 @@ def refusal(path: Path, make: Callable[[Communicator], ZeroOptimizer] | None = N
         assert_same_lists(held_by(optimizer), before, "after the refusal")
         return message
 
-    return one_message(run_in_process(2, body))
+    message = one_message(run_in_process(2, body))
+    assert not FOREIGN.search(message), message
+    return message
 
 
 def weights() -> list[Any]:
@@ -144,18 +149,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "the pieces of master.layer.2 do not cover each of its elements once",
     ),
     "another shape": (lambda p: change(p, reshape), "the pieces of master.layer.3 do not"),
-    "another recipe": (
-        lambda p: change(p, weight("recipe", {"class": "X"})),
-        "same recipe of layer.0: it was saved with {'class': 'X'}",
-    ),
-    "another weight": (
-        lambda p: change(p, weight("name", "other")),
-        "this one has 'layer.0', and it does not",
-    ),
-    "another optimizer": (
-        lambda p: change(p, content(optimizer="torch.optim.sgd.SGD")),
-        "same optimizer: it was saved with torch.optim.sgd.SGD",
-    ),
     "outside": (
         lambda p: change(p, lambda g: g["content"]["files"][0].update(name="../c.safetensors")),
         "'../c.safetensors' is not a file in its directory",
@@ -187,10 +180,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (
         lambda p: change(p, lambda given: optimizer_of(given).pop("weights")),
         "damaged, or holds tensors and no training state .KeyError: 'weights'",
-    ),
-    "no options": (
-        lambda p: change(p, content(options=[])),
-        "number of param groups: .* with 0, and",
     ),
     "steps": (lambda p: change(p, content(steps=-1)), "must be a number of steps, .* got -1"),
     "averages": (lambda p: change(p, content(averages=[0.5])), r"must have the averages .*0.5"),
@@ -395,18 +384,3 @@ def test_masters_of_a_damaged_checkpoint_are_refused_by_name(tmp_path: Path) -> 
         with pytest.raises(InputError, match=match):
             load(tmp_path / name, training.optimizer, training.model)
         assert_same_tensors(training.held(), before, name)
-
-
-def test_leftovers_of_killed_saves_are_removed(checkpoint: Path, tmp_path: Path) -> None:
-    """By the next save; a manifest names its own files only."""
-    path = tmp_path / "c"
-    shutil.copytree(checkpoint / "c", path)
-    run = read_manifest(path).run
-    leftovers = f"{run}-{'0' * 16}-rank00004.safetensors", f"{run}-{'0' * 16}.draft"
-    for leftover in leftovers:
-        (path / leftover).write_bytes(b"half of a file")
-    training = Training(None, RECIPES["delayed"])
-    assert load(path, training.optimizer).steps == 2
-    save(path, training.optimizer)
-    names = {each.name for each in path.iterdir()}
-    assert names == {MANIFEST, f"{run}-{read_manifest(path).saved}-rank00000.safetensors"}

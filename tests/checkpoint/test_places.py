@@ -493,6 +493,7 @@ def test_parts_of_dead_saves_make_room_before_anything_is_written(
     save(tmp_path, optimizer)
     run = read_manifest(tmp_path).run
     dead = [f"{run}-{'0' * 16}-rank0000{i}.safetensors" for i in range(3)]
+    dead.append(f"{run}-{'0' * 16}.draft")
     other = f"{'1' * 16}-{'0' * 16}-rank00000.safetensors"
     for name in (*dead, other):
         (tmp_path / name).write_bytes(b"half of a file")

@@ -97,6 +97,9 @@ def test_anything_else_is_refused(group):
     )
     with pytest.raises(InputError, match=message):
         as_communicator(group)
+    for make in (RecordingCommunicator, TorchDistributedCommunicator):
+        with pytest.raises(InputError, match="got "):
+            make(group)
 
 
 def test_not_being_a_member_is_refused():

@@ -12,7 +12,7 @@ import torch
 from tests.support.claims import message_of, one_message
 from tests.support.settings import two_threads
 from zerocast.comm import PeerFailedError, raise_together, run_in_process
-from zerocast.errors import RankMismatchError
+from zerocast.errors import InputError, RankMismatchError
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -91,6 +91,25 @@ def test_ranks_compute_with_one_thread_each():
     with two_threads():
         assert run_in_process(3, lambda comm: torch.get_num_threads()) == [1, 1, 1]
         assert torch.get_num_threads() == 2
+
+
+def test_runs_side_by_side_keep_the_number_of_threads():
+    """Runs that overlap, from several threads, leave torch's number of threads as it was."""
+    gate = threading.Barrier(2)
+
+    def in_threads(*calls):
+        threads = [threading.Thread(target=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with two_threads():
+        in_threads(*[lambda: run_in_process(1, lambda comm: gate.wait())] * 2)
+        assert torch.get_num_threads() == 2
+        seen = []
+        in_threads(lambda: seen.append(torch.get_num_threads()))
+        assert seen == [2]
 
 
 def test_gathered_objects_are_copies():
@@ -281,3 +300,21 @@ def test_a_gather_of_large_parts_moves_bits():
         return torch.equal(buffer, whole)
 
     assert run_in_process(3, gather) == [True] * 3
+
+
+# --- what it refuses ---
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "3", None])
+def test_wrong_world_sizes_and_functions(wrong):
+    """run_in_process refuses what is no number of ranks, and what is no function."""
+    with pytest.raises(InputError, match=f"takes a world_size of 1 or more, got {wrong!r}"):
+        run_in_process(wrong, lambda comm: None)
+    with pytest.raises(InputError, match="function"):
+        run_in_process(1, wrong)
+
+
+def test_a_color_that_is_no_int():
+    """split refuses it before the ranks meet."""
+    with pytest.raises(InputError, match="split takes an int"):
+        run_in_process(2, lambda comm: comm.split([comm.rank]))

@@ -7,10 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 
 import zerocast
 from tests.kernels.conftest import Event, Stream
@@ -19,99 +17,12 @@ from zerocast.backends.cuda.cuts import tiled
 from zerocast.backends.cuda.device import WORDS
 from zerocast.backends.cuda.kernel_sources import cuda_sources
 from zerocast.backends.cuda.tiling import (
-    LONG_TILE_COLS,
-    MAX_TILE_BLOCKS,
-    ROW_BLOCK_TILE_COLS,
-    ROW_BLOCK_TILE_ROWS,
-    TILE_COLS,
-    TILE_ROWS,
-    has_row_blocks,
-    row_block_tiles,
     shard_tiles,
-    tiled_grid,
 )
 from zerocast.errors import BackendError, InputError
 from zerocast.layout import BlockGrid, Extent
 
 # --- tiles ---
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_tiles_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
-    """Every owned element is in one tile, every tile holds one, and none lies in two rows of
-    blocks.
-    """
-    rows, cols = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 1300))
-    blocks = ((16, 16), (rows, cols), (128, 128), (1, 32), (1, cols), (rows, 1), (5, 7), (20, 3))
-    grid = tiled_grid(BlockGrid(rows, cols, *data.draw(st.sampled_from(blocks))))
-    start = data.draw(st.integers(0, grid.numel - 1))
-    extent = Extent(start, data.draw(st.integers(start + 1, grid.numel)))
-    tiles = shard_tiles([3], [grid], [extent])
-
-    seen = torch.zeros(grid.rows, grid.cols, dtype=torch.int32)
-    owned = torch.zeros(grid.numel, dtype=torch.int32)
-    owned[extent.start : extent.end] = 1
-    number = torch.arange(grid.numel).view(grid.rows, grid.cols)
-    for first, second, element, first_block in tiles.tolist():
-        weight, height, width = first & 0xFFFFFFFF, first >> 32 & 0xFFFF, first >> 48
-        count, offset = second & 0xFFFFFFFF, second >> 32
-        row, col = divmod(element, grid.cols)
-        here = (slice(row, row + height), slice(col, col + width))
-        seen[here] += 1
-        numbers = grid.block_of(number[here])
-        assert weight == 3
-        assert owned.view_as(seen)[here].any(), f"a tile at {row, col} of nothing of {extent}"
-        assert (height <= TILE_ROWS and width <= TILE_COLS) or (
-            height == 1 and width <= LONG_TILE_COLS
-        )
-        assert numbers.min() == first_block
-        assert numbers.max() == first_block + count - 1 <= first_block + MAX_TILE_BLOCKS - 1
-        assert count == 1 or offset == col % grid.block_w
-    assert seen.max() == 1
-    assert bool((seen.view(-1) >= owned).all())
-
-
-@settings(max_examples=150)
-@given(st.data())
-def test_tiles_of_row_blocks_cover_the_shard_and_nothing_else(data: st.DataObject) -> None:
-    """The same of tiles of blocks of one row, which know their blocks in both planes, and cut none
-    but one that is alone.
-    """
-    rows, cols = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 700))
-    grid = BlockGrid(rows, cols, 1, data.draw(st.sampled_from((16, 32, 64, 128, 256, 512, cols))))
-    second = BlockGrid(rows, cols, data.draw(st.sampled_from((1, 5, 32, 33, 128, rows))), 1)
-    assert has_row_blocks(grid, second)
-    start = data.draw(st.integers(0, grid.numel - 1))
-    extent = Extent(start, data.draw(st.integers(start + 1, grid.numel)))
-
-    seen = torch.zeros(rows, cols, dtype=torch.int32)
-    owned = torch.zeros(grid.numel, dtype=torch.int32)
-    owned[extent.start : extent.end] = 1
-    number = torch.arange(grid.numel).view(rows, cols)
-    for first, second_word, third, first_block in row_block_tiles(
-        [3], [grid], [second.block_h], [extent]
-    ).tolist():
-        height, width = first >> 32 & 0xFFFF, first >> 48
-        row, col = second_word & 0xFFFFFFFF, second_word >> 32
-        count, block_row = third & 0xFFFFFFFF, third >> 32
-        here = (slice(row, row + height), slice(col, col + width))
-        seen[here] += 1
-        assert first & 0xFFFFFFFF == 3
-        assert owned.view_as(seen)[here].any(), f"a tile at {row, col} of nothing of {extent}"
-        assert height <= ROW_BLOCK_TILE_ROWS
-        assert width <= ROW_BLOCK_TILE_COLS
-        numbers = grid.block_of(number[here])
-        across = torch.zeros(width, dtype=torch.int64)
-        if count > 1:
-            across = torch.arange(width) // grid.block_w
-        down = torch.arange(height)[:, None] * grid.blocks_w
-        assert torch.equal(numbers, first_block + down + across)
-        assert int(across[-1]) == count - 1
-        columns = block_row * cols + col + torch.arange(width)
-        assert torch.equal(second.block_of(number[here]), columns.expand(height, width))
-    assert seen.max() == 1
-    assert bool((seen.view(-1) >= owned).all())
 
 
 def test_tiles_follow_the_shard() -> None:

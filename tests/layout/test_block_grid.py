@@ -20,21 +20,6 @@ def block_by_position(grid: BlockGrid, row: int, col: int) -> int:
     return (row // grid.block_h) * grid.blocks_w + col // grid.block_w
 
 
-def test_a_block_belongs_to_the_owner_of_its_first_element():
-    """Of every cut in two, by looking for it; and both halves keep the blocks they touch, in whole
-    rows of blocks.
-    """
-    for grid in SMALL:
-        first = [grid.block_of(torch.arange(grid.numel)).tolist().index(b)
-                 for b in range(grid.num_blocks)]  # fmt: skip
-        for cut in range(grid.numel + 1):
-            for extent in (Extent(0, cut), Extent(cut, grid.numel)):
-                owned = [b for b, e in enumerate(first) if extent.start <= e < extent.end]
-                assert list(grid.owned(extent)) == owned, (grid, extent)
-                touched = {grid.block_of(e) for e in range(extent.start, extent.end)}
-                assert touched <= set(grid.touched(extent)), (grid, extent)
-
-
 def test_kept_blocks_follow_the_shard():
     """Of [1000, 64] in 16x16 blocks elements of rows 40 to 69 keep those of rows 32 to 95; nothing
     keeps none.

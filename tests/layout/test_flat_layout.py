@@ -9,26 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerocast.layout import Extent, FlatLayout, check_partition
-from zerocast.numerics import E2M1, byte_span
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 
 NUMELS = st.lists(st.integers(1, 400), min_size=0, max_size=6).map(tuple)
 LAYOUTS = st.builds(FlatLayout, NUMELS, st.integers(1, 9), st.sampled_from([1, 2, 16, 128]))
-
-
-@PROPERTY
-@given(LAYOUTS)
-def test_the_shards_partition_every_weight(layout):
-    """Each element of each weight is owned once, and where the buffer's even ranges say."""
-    owners = [rank for rank in range(layout.world_size) for _ in range(layout.rank_numel)]
-    assert len(owners) == layout.numel >= sum(layout.numels)
-    for i, (numel, place) in enumerate(zip(layout.numels, layout.weight_extents(), strict=True)):
-        shards = [layout.shards(rank)[i] for rank in range(layout.world_size)]
-        assert check_partition(numel, shards) is None
-        for rank, shard in enumerate(shards):
-            owned = [e for e in range(numel) if owners[place.start + e] == rank]
-            assert list(range(shard.start, shard.end)) == owned
 
 
 @settings(PROPERTY, max_examples=30)
@@ -77,18 +62,6 @@ def test_ranges_are_equal_aligned_and_no_longer_than_needed(layout):
     assert needed <= layout.rank_numel < needed + layout.alignment
     for rank in range(layout.world_size):
         assert layout.rank_extent(rank).size == layout.rank_numel
-
-
-@PROPERTY
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9))
-def test_no_byte_of_four_bit_codes_is_shared(halves, world_size):
-    """Where every weight has an even number of elements, and so starts on a byte of the buffer."""
-    layout = FlatLayout(tuple(2 * half for half in halves), world_size, 2)
-    for i in range(len(halves)):
-        shards = [layout.shards(rank)[i] for rank in range(world_size)]
-        spans = [byte_span(E2M1, shard.start, shard.end) for shard in shards]
-        owners = Counter(byte for span in spans for byte in range(*span))
-        assert set(owners.values()) == {1}
 
 
 def test_more_ranks_than_elements():

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
@@ -266,32 +265,6 @@ def test_converting_twice_changes_nothing():
     report = convert(model, FP8)
     assert report.left == {"0": "is quantized already"}
     assert model[0].weight is weight
-
-
-@both_recipes
-def test_a_converted_model_saves_loads_and_learns(recipe):
-    """One step of gradient descent on FP32 masters, cast by copy_, lowers the loss."""
-    torch.manual_seed(0)
-    model = pair()
-    convert(model, recipe)
-    x, target = torch.randn(64, 32), torch.randn(64, 32)
-    masters = {n: p.dequantize() if isinstance(p, QuantizedTensor) else p.detach().clone()
-               for n, p in model.named_parameters()}  # fmt: skip
-    losses = []
-    for _ in range(20):
-        loss = F.mse_loss(model(x), target)
-        losses.append(loss.item())
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                masters[name] -= 0.5 * p.grad
-                p.copy_(masters[name])
-    assert losses[-1] < 0.9 * losses[0]
-    twin = pair()
-    convert(twin, recipe)
-    twin.load_state_dict(model.state_dict())
-    assert_same_bytes(twin(x), model(x), "output of the loaded model")
 
 
 def test_adapters_of_peft_are_not_quantized_whichever_comes_first():

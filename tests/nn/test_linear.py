@@ -5,10 +5,9 @@ import torch
 
 from tests.support.layers import TOLERANCE, assert_close, gradients, kept_for_backward
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from tests.support.weights import FP8, NVFP4, both_recipes, note_cast
-from zerocast.errors import StaleCopyError
+from tests.support.weights import FP8, NVFP4, both_recipes
 from zerocast.nn import Linear
-from zerocast.tensors import CastVersion, quantize, rebuild_derived
+from zerocast.tensors import quantize
 
 
 @both_recipes
@@ -67,28 +66,6 @@ def test_a_changed_weight_does_not_matter_to_the_weight_gradient():
         layer.weight.zero_()
     y.sum().backward()
     assert (layer.weight.grad == 4).all()
-
-
-def test_a_stale_weight_is_refused_or_rebuilt_as_the_plan_says():
-    """Manual processing: refused until it is done. Automatic: the forward rebuilds, once."""
-    layer, x = Linear(32, 16, recipe=NVFP4), torch.randn(4, 32)
-    expected = layer(x)
-    manual = CastVersion(rebuild_on_use=False)
-    layer.weight.quantized_storage.writes.watch(manual)
-    note_cast(manual)
-    with pytest.raises(StaleCopyError, match="post_all_gather_processing"):
-        layer(x)
-    rebuild_derived([layer.weight.quantized_storage])
-    assert_same_bytes(layer(x), expected, "output")
-
-    layer = Linear(32, 16, recipe=NVFP4)
-    automatic = CastVersion(rebuild_on_use=True)
-    layer.weight.quantized_storage.writes.watch(automatic)
-    true = layer.weight.columnwise_data.clone()
-    layer.weight.columnwise_data.fill_(0x77)
-    note_cast(automatic)
-    layer(x)
-    assert_same_bytes(layer.weight.columnwise_data, true, "columnwise_data")
 
 
 def test_no_dequantized_weight_is_kept_for_the_backward():

@@ -84,18 +84,6 @@ def test_any_number_of_rows_is_served(recipe, rows):
             assert (copied - x).abs().max() <= step * x.abs().max(), role
 
 
-def test_quantize_refuses_a_quantizer():
-    """A quantizer has a quantize of its own, by TransformerEngine's name; there is one spelling."""
-    state = RecipeState.create(DelayedScaling(), "forward", 1)
-    (quantizer,) = state.make_quantizers()
-    state.scale.fill_(2.0)
-    with pytest.raises(InputError, match="Quantizer"):
-        zerocast.quantize(values(), quantizer)
-    made = quantizer(values())
-    assert (made.dtype, made.rowwise_scale_inv.item()) == (torch.bfloat16, 0.5)
-    assert state.amaxes.view(torch.float32).item() == values().abs().max()
-
-
 @each_role
 @every_recipe
 def test_one_copy_holds_the_bytes_it_has_beside_the_other(recipe, role):

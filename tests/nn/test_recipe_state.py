@@ -146,15 +146,6 @@ def test_a_loaded_state_goes_on_bit_for_bit(recipe):
         assert_same_tensors(other.state_dict(), state.state_dict())
 
 
-def test_a_copied_layer_keeps_its_quantizers_with_its_state():
-    """deepcopy of a state and its quantizers together: the copies remember in the copy."""
-    state = RecipeState.create(DELAYED, "forward", 2)
-    both = copy.deepcopy({"quantizers": state.make_quantizers(), "state": state})
-    both["quantizers"][1].calibrate(with_amax(2.0))
-    assert both["state"].amaxes.view(torch.float32).tolist() == [0.0, 2.0]
-    assert not state.amaxes.any()
-
-
 def test_a_foreign_state_is_refused():
     """Other names, shapes or dtypes; nothing is changed, and the message shows both sides."""
     state = RecipeState.create(DELAYED, "forward", 2)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import zerocast
 from tests.conftest import Ranks, in_turn
@@ -35,9 +35,6 @@ TRAININGS: dict[str, tuple[Recipe, type[Optimizer], dict[str, Any]]] = {
 }
 
 
-THREE = Ranks("in_process", 3)
-
-
 def assert_trains_as_a_whole(
     ranks: Ranks, recipe: Recipe, steps: int, optimizer_class: type[Optimizer], **options: Any
 ) -> None:
@@ -64,32 +61,26 @@ def test_100_steps_are_bit_identical_to_unsharded_training(
     assert_trains_as_a_whole(ranks, recipe, steps, optimizer_class, **options)
 
 
-ELEMENTWISE = [
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    Adam,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-]
+ADAMW_OPTIONS = ({"maximize": True}, {"amsgrad": True, "weight_decay": 0.3})
+OTHERS = [
+    *(pytest.param(NVFP4, 3, 20, name, {}, marks=pytest.mark.own_defaults("meta")) for name in (
+        "Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")),
+    *((FP8, 3, 10, "AdamW", options) for options in ADAMW_OPTIONS),
+    # 128 codes of 4 bits are the least that a rank owns, so 25 ranks share the 3200 there are.
+    *((NVFP4, size, 3, "AdamW", {}) for size in (17, 64)),
+]  # fmt: skip
 
 
-@pytest.mark.own_defaults("meta")
-@pytest.mark.parametrize("optimizer_class", ELEMENTWISE)
-def test_every_elementwise_optimizer_of_torch_is_bit_identical(
-    optimizer_class: type[Optimizer],
+@pytest.mark.parametrize(("recipe", "size", "steps", "name", "options"), OTHERS)
+def test_other_optimizers_options_and_numbers_of_ranks_are_bit_identical(
+    recipe: Recipe, size: int, steps: int, name: str, options: dict[str, Any]
 ) -> None:
-    """20 steps on 3 ranks with torch's other element-wise optimizers and their default options."""
-    assert_trains_as_a_whole(THREE, NVFP4, 20, optimizer_class)
-
-
-@pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True, "weight_decay": 0.3}])
-def test_options_reach_the_inner_optimizer(options: dict[str, Any]) -> None:
-    """``maximize`` and others mean what they mean to the inner optimizer."""
-    assert_trains_as_a_whole(THREE, FP8, 10, AdamW, **options)
+    """torch's other element-wise optimizers with their default options; options that mean what they
+    mean to the inner optimizer; and more ranks than a weight has rows, which own nothing of a
+    weight, or nothing at all.
+    """
+    ranks = Ranks("in_process", size)
+    assert_trains_as_a_whole(ranks, recipe, steps, getattr(torch.optim, name), **options)
 
 
 @on_ranks("in_process", 3)
@@ -99,15 +90,6 @@ def test_fused_optimizers_are_accepted_and_close(comm: Communicator) -> None:
     t.train(*range(5))
     for master, expected in zip(t.masters(), whole.train(*range(5)), strict=True):
         torch.testing.assert_close(master, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("world_size", [17, 64])
-def test_more_ranks_than_a_weight_has_rows(world_size: int) -> None:
-    """Ranks that own nothing of a weight, or nothing at all, take part and hold the same weights.
-
-    128 codes of 4 bits are the least that a rank owns, so 25 ranks share the 3200 there are.
-    """
-    assert_trains_as_a_whole(Ranks("in_process", world_size), NVFP4, 3, AdamW)
 
 
 @on_ranks("in_process", 3)

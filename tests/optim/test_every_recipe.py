@@ -2,7 +2,6 @@
 step for step, on any number of ranks, and after a stop.
 """
 
-import itertools
 from typing import Any
 
 import pytest
@@ -146,23 +145,6 @@ def test_weights_do_not_depend_on_which_optimizer_holds_them(
     assert_same_lists(params, whole, "of three optimizers")
 
 
-def test_weights_draw_by_their_names() -> None:
-    """Under stochastic rounding equal weights of different names get different codes, and of equal
-    names in two optimizers the same.
-    """
-    value = torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
-
-    def drawn(name: str) -> torch.Tensor:
-        weight = torch.nn.Parameter(zerocast.quantize(value, RECIPES["nvfp4-drawn"]))
-        optimizer = ZeroOptimizer([(name, weight)], SGD, lr=0.1)
-        weight.grad = value.flip(0)  # away from the values that codes stand for
-        optimizer.step()
-        return weight.rowwise_data
-
-    assert torch.equal(drawn("a"), drawn("a"))
-    assert not torch.equal(drawn("a"), drawn("b"))
-
-
 @on_ranks("in_process", 3)
 def test_ranks_that_remember_differently_take_what_rank_0_remembers(comm: Communicator) -> None:
     """Weights that differ between ranks have other amaxes behind them; afterwards weights are equal
@@ -200,15 +182,6 @@ def test_weights_that_no_sharded_cast_can_fill_are_refused_before_they_move(reci
     optimizer.step()
     expected = zerocast.quantize(optimizer.gather_master(weight), recipe, columnwise=False)
     assert_unsharded_cast(weight, expected, "w")
-
-
-def test_a_state_of_another_recipe_is_refused_by_what_it_remembers() -> None:
-    """Both sides of the disagreement are in the message, and nothing has changed."""
-    current = ZeroOptimizer(make_params(RECIPES["current"]))
-    delayed = ZeroOptimizer(make_params(RECIPES["delayed"]))
-    for optimizer, given in itertools.permutations((current, delayed)):
-        with pytest.raises(InputError, match=r"same recipe of .*: it was saved with"):
-            optimizer.load_state_dict(given.state_dict())
 
 
 def remembered(params: list[torch.nn.Parameter]) -> dict[str, torch.Tensor]:

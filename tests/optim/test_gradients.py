@@ -97,17 +97,23 @@ def test_a_weight_without_a_gradient_anywhere_is_left_out_of_the_step(comm: Comm
 
 @on_ranks("in_process", 2)
 def test_sparse_and_transposed_gradients_count_like_dense_ones(comm: Communicator) -> None:
-    """An embedding's sparse gradient and one with other strides are flattened like any other."""
+    """An embedding's sparse gradient and those of any strides, a column of a matrix and one number
+    for all elements too, are flattened like any other.
+    """
     embedding = torch.nn.Embedding(10, 3, sparse=True, _weight=torch.zeros(10, 3))
-    matrix = torch.nn.Parameter(torch.zeros(4, 6))
-    optimizer = ZeroOptimizer([embedding.weight, matrix], SGD, group=comm, lr=1.0)
+    values = torch.arange(128.0).view(32, 4)
+    gradients = [values.t(), values[:, 1], values[:, 1:2], torch.ones(()).expand(32)]
+    params = [torch.nn.Parameter(torch.zeros(gradient.shape)) for gradient in gradients]
+    optimizer = ZeroOptimizer([embedding.weight, *params], SGD, group=comm, lr=1.0)
     embedding(torch.tensor([2, 2, 7])).sum().backward()
-    matrix.grad = torch.arange(24.0).view(6, 4).t()
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
     optimizer.step()
     expected = torch.zeros(10, 3)
     expected[2], expected[7] = -2.0, -1.0
     assert torch.equal(embedding.weight, expected)
-    assert torch.equal(matrix, -matrix.grad)
+    for param, gradient in zip(params, gradients, strict=True):
+        assert torch.equal(param, -gradient)
 
 
 # --- clipping ---

@@ -1,5 +1,10 @@
-"""Training with gathers that overlap the next forward: the same bytes, waited for when used."""
+"""Training with gathers that overlap the next forward, or the casts of other buckets: the same
+bytes, waited for when used.
+"""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 
@@ -14,6 +19,7 @@ from tests.optim.overlapping import (
     SOME_TOGETHER,
     Model,
     assert_same_as_alone,
+    backward,
     optimizer_of,
     pending,
     train,
@@ -21,11 +27,12 @@ from tests.optim.overlapping import (
     trained_alone,
 )
 from tests.support.claims import assert_same_tensors, stored
-from tests.support.late_gathers import GathersLate
+from tests.support.late_gathers import GathersLate, GathersShuffled, GathersSlowly
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.recipes import RECIPES
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.comm import RecordingCommunicator, run_in_process
+from zerocast.comm import RecordingCommunicator, SingleRank, run_in_process
+from zerocast.tensors.cast_steps import CastSteps
 
 
 def assert_overlap_changes_nothing(body):
@@ -49,25 +56,37 @@ def test_overlapped_training_gives_the_same_bytes(ranks, recipe):
         assert_same_tensors(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "size", "bucket_size"),
-    [*zip(RECIPES, cycle((2, 5, 7)), cycle((EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER)))],
-)
-def test_nothing_is_used_before_it_has_arrived(recipe, size, bucket_size):
-    """Gathers that do nothing until they are waited for, with bytes spoilt until then, give the
-    same training: a weight that two layers share and small weights in one large bucket included.
+SIZES = (EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER)
+CASES = {
+    # With a weight that two layers share, and small weights in one large bucket.
+    **{f"{name} late": (name, ranks, GathersLate, {"bucket_size": size})
+       for name, ranks, size in zip(RECIPES, cycle((2, 5, 7)), cycle(SIZES))},
+    # Cast bucket by bucket, each gathered while the next are cast.
+    **{f"{name} by buckets": (name, ranks, GathersLate, {
+        "bucket_size": size, "overlap_all_gather": overlap, "overlap_cast": True})
+       for name, ranks, size, overlap in zip(
+           RECIPES, cycle((3, 2, 5)), cycle(SIZES[:2]), cycle((True, False)))},
+    **{f"other order {seed}": ("nvfp4", 3, partial(GathersShuffled, seed=seed), {
+        "bucket_size": EACH_ITS_OWN, "overlap_all_gather": False, "overlap_cast": True})
+       for seed in range(3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "size", "gathers", "options"), CASES.values(), ids=CASES)
+def test_nothing_is_used_before_it_has_arrived(recipe, size, gathers, options):
+    """Gathers that do nothing until they are waited for, with bytes spoilt until then, or that
+    arrive in another order than they were begun in, give the training of one rank that casts all
+    at once.
     """
     expected = trained_alone(recipe)
-    for found in run_in_process(
-        size, lambda comm: trained(GathersLate(comm), recipe, bucket_size=bucket_size)
-    ):
+    for found in run_in_process(size, lambda comm: trained(gathers(comm), recipe, **options)):
         assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 6])
 @pytest.mark.parametrize("bucket_size", [EACH_ITS_OWN, SOME_TOGETHER, ALL_TOGETHER])
 def test_any_number_of_ranks_and_any_size_of_buckets(size, bucket_size):
-    """The same as above, for NVFP4 and MXFP8 weights in one model."""
+    """The same of late gathers, for NVFP4 and MXFP8 weights in one model."""
 
     def body(comm, overlap=True):
         model = Model("nvfp4")
@@ -251,3 +270,54 @@ def test_ranks_that_gather_differently_are_refused(comm, option, values):
         match=rf"rank 0 has 'AdamW with .*{option}={values[0]}.* has '.*{option}={values[1]}",
     ):
         optimizer_of(model, comm, **{option: values[comm.rank]})
+
+
+# --- steps that cast bucket by bucket ---
+
+
+def traffic(overlap_cast: bool) -> dict[tuple[str, str], int]:
+    """The collectives of one step, by phase and kind."""
+    spy = RecordingCommunicator(SingleRank())
+    model = Model("nvfp4")
+    optimizer = optimizer_of(model, spy, overlap_all_gather=False, overlap_cast=overlap_cast)
+    backward(model, 0)
+    spy.traffic.clear()
+    optimizer.step()
+    return {kind: counted.calls for (_, kind), counted in spy.traffic.items()}
+
+
+def test_the_collectives_are_the_same():
+    """One exchange of amaxes and one of scales for all weights, and a gather for each bucket."""
+    assert traffic(overlap_cast=True) == traffic(overlap_cast=False)
+
+
+def test_most_of_what_can_be_hidden_is(monkeypatch):
+    """Where casting a bucket takes as long as sending one, a step hides at least 70 % of its casts:
+    the first while plain weights travel, and each other one while the bucket before it does.
+    """
+    seconds, real = 0.05, CastSteps.run_stage
+
+    def slow(self: CastSteps, stage: int) -> None:
+        time.sleep(seconds)
+        real(self, stage)
+
+    monkeypatch.setattr(CastSteps, "run_stage", slow)
+    model, took = Model("nvfp4"), list[float]()
+    optimizer = optimizer_of(
+        model, GathersSlowly(SingleRank(), seconds), overlap_all_gather=False, overlap_cast=True
+    )
+    buckets = [bucket.kind.is_codes for bucket in optimizer._shards.buckets]
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if name == "cast_and_all_gather":
+            took.append(time.perf_counter() - start)
+
+    optimizer.on_phase = timed
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+    apart = seconds * (sum(buckets) + len(buckets))  # casts, then gathers
+    assert apart - min(took) >= 0.7 * seconds * sum(buckets)

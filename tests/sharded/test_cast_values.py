@@ -29,31 +29,6 @@ def by_dlpack(weight: zerocast.sharded.MasterWeight) -> None:
     torch.from_dlpack(weight.value).mul_(2)
 
 
-@pytest.mark.parametrize("rows", [6, 0])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda m: m.mul_(2),
-        lambda m: m.view(-1).mul_(2),
-        lambda m: m[1:].mul_(2),
-        lambda m: torch._foreach_add_([m], 1),
-        lambda m: m.value.mul_(2),  # as who was handed a plain tensor of the same memory
-        lambda m: m.detach().value.add_(1),
-        lambda m: m.copy_(torch.ones(m.shape)),
-        lambda m: m.copy_(m.detach().clone().mul_(2)),
-        lambda m: m[: len(m) // 2].copy_(m[len(m) // 2 :]),
-        lambda m: m.copy_(torch.empty_like(m).copy_(m).mul_(2)),
-    ],
-)
-def test_what_writes_a_master_makes_a_cast_due(write, rows):
-    """By any name of its memory, by other values of its own clones, on ranks without rows too."""
-    weight = master(rows)
-    assert not is_due(weight)
-    write(weight)
-    assert is_due(weight)
-    assert is_due(weight.detach())
-
-
 def test_rounded_values_that_come_back_are_due():
     """A BF16 copy of a master is not its value."""
     weight = master()

@@ -54,6 +54,12 @@ WRITERS = {
     "permute": lambda rows: rows.permute(1, 0).mul_(3),
     "transpose": lambda rows: rows.transpose(0, 1)[2:].mul_(3),
     "flat": lambda rows: rows.flatten()[7:].mul_(3),
+    "foreach": lambda rows: torch._foreach_add_([rows], 1),
+    "detached": lambda rows: rows.detach().value.add_(1),
+    "copied": lambda rows: rows.copy_(torch.ones(rows.shape)),
+    "its clone": lambda rows: rows.copy_(rows.detach().clone().mul_(2)),
+    "its copy": lambda rows: rows.copy_(torch.empty_like(rows).copy_(rows).mul_(2)),
+    "its end": lambda rows: rows[: len(rows) // 2].copy_(rows[(len(rows) + 1) // 2 :]),
 }
 UNSEEN = ("address", "dlpack", "one row")
 """Those which torch does not see, or not on a rank without rows."""

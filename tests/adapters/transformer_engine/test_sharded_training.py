@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-import zerocast
 import zerocast.adapters.transformer_engine.pytorch as te
 from tests.support.nightly import nightly
 from tests.support.ranks import PROCESSES, run_ranks
@@ -247,52 +246,3 @@ def test_losses_are_those_of_whole_masters(scheme, loop, ranks, manual, steps):
 def test_losses_are_those_of_whole_masters_on_processes(kind, scheme, loop):
     """The same over MPI and gloo."""
     check(kind, 4, scheme, loop, 5, manual=loop == "ZeRO-1")
-
-
-@pytest.mark.parametrize("scheme", RECIPES)
-def test_a_rank_without_elements_has_the_same_scales(scheme):
-    """Each of three ranks in turn owns all of the weight; scales are those of the whole cast."""
-    value = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
-    names = ("rowwise_scale_inv", "columnwise_scale_inv")
-
-    def on_rank(comm: Communicator) -> object:
-        found = []
-        for owner in range(comm.size):
-            weight = zerocast.quantize(value, RECIPES[scheme])
-            owns = comm.rank == owner
-            master, offset = (value.float().view(-1), 0) if owns else (None, None)
-            quantize_master_weights([weight], [master], [offset], comm)
-            post_all_gather_processing(weight)
-            found += [getattr(weight, name) for name in names]
-        return found
-
-    whole = zerocast.quantize(value, RECIPES[scheme])
-    if scheme == "delayed":  # the scale of the second cast follows from the amax of the first
-        whole.copy_(-value)
-    for scales in run_ranks("in_process", 3, on_rank):
-        for i, scale in enumerate(scales):
-            assert torch.equal(scale, getattr(whole, names[i % 2]))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", [(96, 80), (7, 48)])
-def test_a_partial_cast_of_nvfp4_is_the_full_one(shape, ranks):
-    """Codes, scales and amax of shards are those that the quantizer makes of the whole."""
-    value = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-    quantizer = te.NVFP4Quantizer(rowwise=True, columnwise=False, with_2d_quantization=True)
-    full = quantizer(value.bfloat16())
-
-    def on_rank(comm: Communicator) -> object:
-        weight = quantizer.make_empty(shape, dtype=torch.bfloat16)
-        bounds = [value.numel() * i // ranks // 2 * 2 for i in range(ranks)] + [value.numel()]
-        first, last = bounds[comm.rank], bounds[comm.rank + 1]
-        master = value.view(-1)[first:last].clone()
-        quantize_master_weights([weight], [master], [first], comm)
-        own = weight._rowwise_data.view(-1)[first // 2 : last // 2]
-        return own, weight._rowwise_scale_inv, weight._amax_rowwise
-
-    results = run_ranks("in_process", ranks, on_rank)
-    assert torch.equal(torch.cat([own for own, _, _ in results]), full._rowwise_data.view(-1))
-    for _, scales, amax in results:
-        assert torch.equal(scales, full._rowwise_scale_inv)
-        assert torch.equal(amax, full._amax_rowwise)
