@@ -23,7 +23,8 @@ from zerocast.backends.reference import ReferenceBackend
 from zerocast.cast import CastPlan
 from zerocast.cast.fault_file import read_fault, write_fault
 from zerocast.cast.sharded_cast import ShardedCast
-from zerocast.cast.verified import _MOST, _vote
+from zerocast.cast.verified import _MOST, _message, _vote
+from zerocast.cast.whole_cast import Difference, HeldWeight
 from zerocast.cli import main
 from zerocast.comm import Communicator, RecordingCommunicator, run_in_process
 from zerocast.errors import InputError, UnsupportedError, VerificationError

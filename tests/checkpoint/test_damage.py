@@ -1,6 +1,7 @@
 """A checkpoint that is damaged, foreign, newer or of another training is refused by name."""
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
