@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.nightly import nightly
 from zerocast.cli import doctor
 from zerocast.errors import OLDEST_TORCH
 
@@ -26,8 +27,11 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize("module", ["zerocast", "zerocast.optim", "zerocast.adapters.megatron"])
-@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.9.1", "2.10.0+cpu"])
+@pytest.mark.parametrize(
+    ("version", "module"),
+    [("2.6.0+cu124", "zerocast"), ("2.9.1", "zerocast.optim"),
+     ("2.10.0+cpu", "zerocast.adapters.megatron")],
+)  # fmt: skip
 def test_an_older_torch_is_refused_by_name(version, module):
     """By an ImportError that says what is needed, what is installed and where, and what to do; no
     attribute of the older torch is read before.
@@ -84,7 +88,7 @@ print(*(each if isinstance(each, bool) else "made" for each in found))
 """
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1"])
+@pytest.mark.parametrize("version", [nightly("2.11.0"), "2.12.1"])
 def test_graphs_of_an_older_torch_hold_no_quantized_product(version):
     """It stays outside, with the same bytes; a graph that must be whole, and an export, are refused
     by an error that names the release they need.

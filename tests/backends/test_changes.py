@@ -1,5 +1,8 @@
 """What changed of a tensor: its digest and the runs that travel, on every backend."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,19 +57,27 @@ def defined(values: torch.Tensor, places: list[int]) -> tuple[int, int, bytes]:
     return len(gaps), sum(map(len, elements)), data
 
 
+@cache
+def compared() -> list[tuple[Any, ...]]:
+    """What tensors were and are, where the first element of each lies, and what is to be found."""
+    pairs = [drawn(dtype, n, share) for dtype in INTEGERS for n in COUNTS for share in SHARES]
+    pairs += [sparse(dtype, n, step) for dtype in INTEGERS for n in COUNTS for step in range(2, 7)]
+    return [
+        (old, new, first := 7 * i + 5, digest(new, first) - digest(old, first),
+         defined(new, (old != new).nonzero().view(-1).tolist()))
+        for i, (old, new) in enumerate(pairs)
+    ]  # fmt: skip
+
+
 def check(backend) -> None:
     """All cases in one launch, their first elements anywhere in the whole tensor."""
-    cases = [drawn(dtype, n, share) for dtype in INTEGERS for n in COUNTS for share in SHARES]
-    cases += [sparse(dtype, n, step) for dtype in INTEGERS for n in COUNTS for step in range(2, 7)]
-    comparisons = [Comparison(old.clone(), new, 7 * i + 5) for i, (old, new) in enumerate(cases)]
-    found = backend.changed_runs(comparisons)
-    for (old, new), target, runs in zip(cases, comparisons, found, strict=True):
-        *sizes, data, digest_change = runs
-        where, places = f"{new.dtype}, {len(new)}", (old != new).nonzero().view(-1).tolist()
+    targets = [Comparison(old.clone(), new, first) for old, new, first, *_ in compared()]
+    found = zip(compared(), targets, backend.changed_runs(targets), strict=True)
+    for (_, new, _, change, expected), target, (*sizes, data, digest_change) in found:
+        where = f"{new.dtype}, {len(new)}"
         assert torch.equal(target.held, new), where
-        change = digest(new, target.first) - digest(old, target.first)
         assert torch.equal(digest_change, change), where
-        assert (*sizes, bytes(data.tolist())) == defined(new, places), where
+        assert (*sizes, bytes(data.tolist())) == expected, where
 
 
 @on_every_backend

@@ -8,6 +8,7 @@ Arguments: the store's port; whether this process serves it; rank; ranks; timeou
     serves    be no rank, serve the store
 """
 
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -25,6 +26,7 @@ def say(words: str) -> None:
     sys.stdout.flush()
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 port, serves, rank, size, does = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[6]
 store = dist.TCPStore(
     "127.0.0.1", int(port), None, serves == "serves", timedelta(seconds=200), wait_for_workers=False

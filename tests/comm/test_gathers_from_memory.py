@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,6 @@ def test_memory_that_is_not_the_hosts_is_the_transports(monkeypatch: pytest.Monk
     on_new_group("torch_distributed", MPI_RANKS, on_torch)
 
 
-@on_every_kind
 @pytest.mark.parametrize(
     ("fault", "seen", "by_faulty"),
     [
@@ -163,10 +163,10 @@ def test_memory_that_is_not_the_hosts_is_the_transports(monkeypatch: pytest.Monk
     ],
 )
 def test_parts_that_are_never_copied_end_all_ranks(
-    fault: str, seen: str, by_faulty: str, kind: str, tmp_path: Path
+    fault: str, seen: str, by_faulty: str, tmp_path: Path
 ) -> None:
     """As any other collective does, with an error on each."""
     program = Path(__file__).with_name("faulty_copies.py")
-    said = run(on_mpi_ranks(3, program, fault, kind, tmp_path / "store"), timeout=60).stdout
-    for rank, expected in enumerate((seen, by_faulty, seen)):
-        assert re.search(f"rank {rank} saw {expected}", said), said
+    said = run(on_mpi_ranks(3, program, fault, tmp_path / "store"), timeout=60).stdout
+    for kind, (rank, expected) in product(PROCESSES, enumerate((seen, by_faulty, seen))):
+        assert re.search(f"{kind}: rank {rank} saw {expected}", said), said

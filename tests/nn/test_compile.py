@@ -13,6 +13,7 @@ import zerocast.nn.regions
 from tests.support.claims import assert_same_tensors
 from tests.support.layers import RECIPES, breaks, step
 from tests.support.models import InRegion
+from tests.support.nightly import first_of_each
 from tests.support.same_bytes import assert_same_bytes
 from zerocast import nn
 from zerocast.nn.regions import GRAPHS_HOLD_PRODUCTS
@@ -78,25 +79,19 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-# Each recipe once; which weights, and where the region is entered, in turn.
-CASES = [
-    pytest.param(recipe, weights, entered, id=f"{name}-{weights}-{entered}")
-    for (name, recipe), weights, entered in zip(
-        STATELESS.items(),
-        cycle(("quantized", "high_precision")),
-        cycle(("inside", "outside", "outside")),
-        strict=False,
-    )
-]
-CASES.append(pytest.param(STATELESS["nvfp4"], "quantized", "nowhere", id="nvfp4-nowhere"))
+# Each recipe once; which weights, and where the region is entered, in turn. CI takes each of these
+# once, and each recipe in test_export_and_trace.
+WEIGHTS, ENTERED = cycle(("quantized", "high_precision")), cycle(("inside", "outside", "outside"))
+CASES = [*zip(WEIGHTS, ENTERED, STATELESS, strict=False), ("quantized", "nowhere", "nvfp4")]
 
 
 @breaks
-@pytest.mark.parametrize(("recipe", "weights", "entered"), CASES)
-def test_one_graph_with_the_bytes_of_an_uncompiled_model(recipe, weights, entered):
+@first_of_each(("weights", "entered", "name"), CASES, columns=2)
+def test_one_graph_with_the_bytes_of_an_uncompiled_model(weights, entered, name):
     """Without a graph break, the region entered around the compiled function or in it, or none;
     also after the codes were written.
     """
+    recipe = STATELESS[name]
     layers = make(weights, recipe)
     model = Fused(weights, recipe, layers)
     eager = model if entered == "nowhere" else in_region(model, recipe)

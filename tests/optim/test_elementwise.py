@@ -245,7 +245,5 @@ def test_classes_that_look_at_more_than_the_element_at_times_are_refused() -> No
 
 def test_state_of_no_parameter_is_refused() -> None:
     """No rank would save it."""
-    with pytest.raises(
-        UnsupportedError, match="Shared does not: it keeps state of 'k', which"
-    ):
+    with pytest.raises(UnsupportedError, match="Shared does not: it keeps state of 'k', which"):
         optimizer_of(Shared)

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import z3
 
@@ -39,6 +39,10 @@ LAWS = list(_laws())
 """Where x + gap <= y and 0 <= f <= g, and either 0 <= y or f is g, (x + gap) f <= y g."""
 
 
+Answers: TypeAlias = list[tuple[bool, bool]]
+"""Those that comparisons are given, and whether the other one could be, too."""
+
+
 class Path:
     """One run of a claim: the answers that comparisons are given, and what is known from them.
 
@@ -47,11 +51,12 @@ class Path:
         assumed: what is known from the beginning.
     """
 
-    def __init__(self, left: list[list[bool]], assumed: tuple[Any, ...]) -> None:
+    def __init__(self, left: list[Answers], assumed: tuple[Any, ...]) -> None:
         self._left, self._answers, self._asked = left, left.pop(), 0
         self.quotients: dict[tuple[str, str], tuple[Symbol, Symbol]] = {}
         self.made: list[Any] = []
         self._facts: list[Any] = []
+        self._products: set[int] = set()
         self._solver = z3.Solver()
         self._solver.set(
             mbqi=False
@@ -66,15 +71,17 @@ class Path:
 
     def decide(self, condition: Any) -> bool:
         """Whether ``condition`` holds on this path; where it may or may not, first that it does."""
-        for way, excluded in ((True, z3.Not(condition)), (False, condition)):
-            if self.excludes(excluded):
-                return way
         if self._asked == len(self._answers):
-            self._left.append([*self._answers, False])
-            self._answers.append(True)
-        answer = self._answers[self._asked]
+            ways = (True, z3.Not(condition)), (False, condition)
+            known = next(((way, False) for way, excluded in ways if self.excludes(excluded)), None)
+            if known is None:
+                self._left.append([*self._answers, (False, True)])
+            self._answers.append(known or (True, True))
+        self._noted(condition)
+        answer, is_chosen = self._answers[self._asked]
         self._asked += 1
-        self.know(condition if answer else z3.Not(condition))
+        if is_chosen:
+            self.know(condition if answer else z3.Not(condition))
         return answer
 
     def excludes(self, condition: Any) -> bool:
@@ -90,7 +97,10 @@ class Path:
 
     def _noted(self, formula: Any) -> Any:
         """A formula as the solver is told it, whose products are noted."""
-        for product in _products_in(formula):
+        products = _products_in(formula)
+        for number in sorted(products.keys() - self._products):
+            self._products.add(number)
+            product = products[number]
             for x, f in itertools.permutations(product.children()):
                 for sign in (1, -1):
                     noted = TIMES(_told(sign * x), _told(f)) == _told(sign * product)
@@ -98,22 +108,36 @@ class Path:
         return _told(formula)
 
 
-def _products_in(formula: Any) -> Iterator[Any]:
-    """Those of symbols."""
-    for part in formula.children():
-        yield from _products_in(part)
+def _once(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``of``, which is called once for each formula: most of the time was spent on calling it."""
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def known(formula: Any) -> Any:
+        if formula.get_id() not in made:  # it is kept, so that no other one gets its number
+            made[formula.get_id()] = formula, of(formula)
+        return made[formula.get_id()][1]
+
+    return known
+
+
+@_once
+def _products_in(formula: Any) -> dict[int, Any]:
+    """Those of symbols, by their numbers."""
+    found = {n: each for part in formula.children() for n, each in _products_in(part).items()}
     if z3.is_mul(formula) and len(_symbols(formula)) > 1:
-        yield formula
+        found[formula.get_id()] = formula
+    return found
 
 
 def _symbols(product: Any) -> list[Any]:
     return sorted((each for each in product.children() if not z3.is_int_value(each)), key=str)
 
 
+@_once
 def _told(formula: Any) -> Any:
     """A formula in sums of products, each of which is one of :data:`TIMES`."""
     expanded, told = z3.simplify(formula, som=True), []
-    for each in _products_in(expanded):
+    for each in _products_in(expanded).values():
         number = math.prod(part for part in each.children() if z3.is_int_value(part))
         told.append((each, number * functools.reduce(TIMES, _symbols(each))))
     return z3.substitute(expanded, *told)
@@ -134,7 +158,7 @@ class Symbol(z3.ArithRef):
     def __divmod__(self, divisor: Any) -> tuple[Symbol, Symbol]:
         number, by = term(self), term(divisor)
         if (key := (number.sexpr(), by.sexpr())) not in _path.quotients:
-            assert _path.excludes(by <= 0), f"{divisor} may not be positive"
+            assert z3.is_true(z3.simplify(by > 0)) or _path.excludes(by <= 0), f"{divisor} <= 0?"
             quotient, rest = z3.FreshInt("quotient"), z3.FreshInt("rest")
             _path.know(number == quotient * by + rest, rest >= 0, rest < by)
             _path.know((number >= 0) == (quotient >= 0))
@@ -193,7 +217,7 @@ def prove(claim: Callable[..., Any], *assumed: Any, **given: Any) -> None:
     global _path
     numbers = [given[name] if name in given else Symbol(z3.Int(name))
                for name in inspect.signature(claim).parameters]  # fmt: skip
-    left: list[list[bool]] = [[]]
+    left: list[Answers] = [[]]
     possible = False
     while left:
         _path = path = Path(left, assumed)
