@@ -12,6 +12,7 @@ An emulator says nothing of speed, nor of a processor's own errors.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
@@ -66,10 +67,13 @@ def build(compiler: str, emulator: str, folder: Path) -> list[str]:
             sys.exit(f"{program} is not on PATH: {PACKAGES}")
     system = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     sources = ["-S", str(ROOT), "-B", str(folder), f"-DCMAKE_CXX_COMPILER={compiler}"]
-    subprocess.run(["cmake", *sources, *system], check=True)
-    subprocess.run(["cmake", "--build", str(folder), "--parallel"], check=True)
     program = folder / PROGRAM.stem
-    subprocess.run([compiler, "-O2", str(PROGRAM), "-o", str(program), "-ldl"], check=True)
+    for command in (
+        ["cmake", *sources, *system],
+        ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
+        [compiler, "-O2", str(PROGRAM), "-o", str(program), "-ldl"],
+    ):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     libc = subprocess.run([compiler, "-print-file-name=libc.so.6"], capture_output=True, text=True)
     prefix = Path(libc.stdout.strip()).resolve().parent.parent  # of the loader, for the emulator
     return [emulator, "-L", str(prefix), str(program), str(folder / native_library.LIBRARY)]

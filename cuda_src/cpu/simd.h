@@ -151,10 +151,6 @@ struct Simd {
         return sum + (Int)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
         return sum + (Int)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#elif defined(__ARM_NEON)
-        auto x = (int16x8_t)a, y = (int16x8_t)b;
-        auto low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
-        return sum + (Int)vpaddq_s32(low, vmull_high_s16(x, y));
 #else
         auto low = [](Int x) { return (Int)((Unsigned)x << 16) >> 16; };
         return sum + low(a) * low(b) + (a >> 16) * (b >> 16);

@@ -1,5 +1,5 @@
-// Calls functions of the CPU library for another process, tests/kernels/other_process.py, which sends
-// the memory that they work on: so a library for another processor runs under an emulator.
+// Calls functions of the CPU library for another process, tests/kernels/other_process.py, which
+// sends the memory that they work on: so a library for another processor runs under an emulator.
 //
 //     other_process LIBRARY      answers first with the library's instruction sets, a line; then
 //                                reads calls, and answers each with the memory as it is afterwards
