@@ -145,6 +145,9 @@ ZEROCAST_FN Packed in_order(Packed bytes) {
 #endif
 }
 
+// The nibbles of GROUP codes.
+typedef u8 Nibbles __attribute__((vector_size(GROUP / 2)));
+
 // GROUP codes below 16 to GROUP / 2 bytes, the even element in the low nibble.
 ZEROCAST_FN void store_nibbles(u8* to, Packed bytes) {
 #if defined(__AVX512BW__)
@@ -161,12 +164,12 @@ ZEROCAST_FN void store_nibbles(u8* to, Packed bytes) {
         _mm_and_si128(_mm_or_si128(words, _mm_srli_epi16(words, 4)), _mm_set1_epi16(0xFF));
     _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(pairs, pairs));
 #else
-    for (int i = 0; i < GROUP; i += 2) to[i / 2] = (u8)(bytes[i] | bytes[i + 1] << 4);
+    typedef unsigned short Pairs __attribute__((vector_size(GROUP)));
+    auto pairs = (Pairs)bytes;
+    Native::store(to, __builtin_convertvector(pairs | pairs >> 4, Nibbles));
 #endif
 }
 
-// The nibbles of GROUP codes.
-typedef u8 Nibbles __attribute__((vector_size(GROUP / 2)));
 struct NibblesOfTwo {
     Nibbles a, b;
 };

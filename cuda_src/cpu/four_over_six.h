@@ -30,7 +30,7 @@ constexpr i64 ACROSS = 128;
 
 // y times a power of two, plus c: rounded once, since the product is exact or vanishes beside c.
 ZEROCAST_FN Float times_plus(Float y, float power, float c) {
-    if constexpr (W > 4) return Native::fma(y, Native::splat(power), Native::splat(c));
+    if constexpr (HAS_FMA) return Native::fma(y, Native::splat(power), Native::splat(c));
     return y * Native::splat(power) + Native::splat(c);
 }
 
@@ -129,6 +129,9 @@ ZEROCAST_FN Float value_at(const float* values, Int place) {
     return (Float)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(values));
 #elif defined(__AVX2__)
     return (Float)_mm256_permutevar8x32_ps(_mm256_load_ps(values + MAP * CODES), (__m256i)place);
+#elif defined(__ARM_NEON)
+    Int bytes = (place & (CODES - 1)) * 0x04040404 + 0x03020100;  // the four of each value
+    return (Float)vqtbl2q_u8(vld1q_u8_x2((const u8*)(values + MAP * CODES)), (uint8x16_t)bytes);
 #else
     Float found;
     for (int i = 0; i < W; i++) found[i] = values[MAP * CODES + place[i] % CODES];

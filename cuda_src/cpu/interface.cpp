@@ -16,6 +16,8 @@ ZEROCAST_EXPORTED const char* zerocast_cpu_isas() {
                   && __builtin_cpu_supports("avx512vnni");
     if (avx2 && avx512) return "avx512 avx2 baseline";
     if (avx2) return "avx2 baseline";
+#elif defined(__aarch64__)
+    return "neon";
 #endif
     return "baseline";
 }

@@ -8,6 +8,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace zerocast {
@@ -89,6 +91,8 @@ struct Simd {
         return (T)_mm512_sqrt_ps((__m512)a);
 #elif defined(__AVX2__)
         return (T)_mm256_sqrt_ps((__m256)a);
+#elif defined(__ARM_NEON)
+        return (T)vsqrtq_f32((float32x4_t)a);
 #else
         for (int i = 0; i < W; i++) a[i] = __builtin_sqrtf(a[i]);
         return a;
@@ -100,6 +104,8 @@ struct Simd {
         return (T)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
         return (T)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+        return (T)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
         for (int i = 0; i < W; i++) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
         return a;
@@ -117,6 +123,8 @@ struct Simd {
         return (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
         return (Wide)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#elif defined(__ARM_NEON)
+        return (Wide)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
 #else
         return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
@@ -128,6 +136,8 @@ struct Simd {
         return (Wide)_mm512_mul_epi32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
         return (Wide)_mm256_mul_epi32((__m256i)a, (__m256i)b);
+#elif defined(__ARM_NEON)
+        return (Wide)vmull_s32(vmovn_s64((int64x2_t)a), vmovn_s64((int64x2_t)b));
 #else
         auto low = [](Wide x) { return (Wide)((Signed)(x << 32) >> 32); };
         return low(a) * low(b);
@@ -169,6 +179,13 @@ typedef Simd<8> Native;
 typedef Simd<4> Native;
 #endif
 
+// Whether Native::fma() is an instruction.
+#if defined(__FMA__) || defined(__ARM_NEON)
+constexpr bool HAS_FMA = true;
+#else
+constexpr bool HAS_FMA = false;
+#endif
+
 // Elements that a loop takes at a time: those whose codes are packed together.
 constexpr int GROUP = 4 * Native::WIDTH;
 
@@ -206,8 +223,9 @@ ZEROCAST_FN bool any_nan(const Native::Float (&x)[4]) {
                                      _mm_cmpunord_ps((__m128)x[2], (__m128)x[3])));
 #else
     Native::Int nan = (x[0] != x[0]) | (x[1] != x[1]) | (x[2] != x[2]) | (x[3] != x[3]);
-    bool any = false;
-    for (int i = 0; i < Native::WIDTH; i++) any |= nan[i] != 0;
+    auto wide = (Native::Wide)nan;  // fewer words leave the register
+    u64 any = 0;
+    for (int i = 0; i < Native::WIDTH / 2; i++) any |= wide[i];
     return any;
 #endif
 }
@@ -251,9 +269,16 @@ ZEROCAST_FN void stream_fence() {
 // Read one byte an element: WIDTH bytes.
 template <class L>
 ZEROCAST_FN typename L::Int load_bytes(const u8* from) {
+#if defined(__ARM_NEON)  // where four bytes are no vector
+    u32 bytes;
+    __builtin_memcpy(&bytes, from, sizeof bytes);
+    typename L::Unsigned each = typename L::Unsigned{} + bytes;
+    return (typename L::Int)(each >> typename L::Unsigned{0, 8, 16, 24} & 0xFF);
+#else
     typename L::Bytes bytes;
     __builtin_memcpy(&bytes, from, sizeof bytes);
     return __builtin_convertvector(bytes, typename L::Int);
+#endif
 }
 
 // Read 16 bits an element.
@@ -296,11 +321,18 @@ ZEROCAST_FN Native::Int rounded_waiting(Native::Float a, Native::Float b) {
 // Read one nibble an element, the even element from the low one: WIDTH / 2 bytes.
 template <class L>
 ZEROCAST_FN typename L::Int load_nibbles(const u8* from) {
+#if defined(__ARM_NEON)
+    unsigned short bytes;
+    __builtin_memcpy(&bytes, from, sizeof bytes);
+    typename L::Unsigned each = typename L::Unsigned{} + bytes;
+    return (typename L::Int)(each >> typename L::Unsigned{0, 4, 8, 12} & 0xF);
+#else
     typename L::HalfBytes bytes;
     __builtin_memcpy(&bytes, from, sizeof bytes);
     // A byte in 64 bits, two elements: its high nibble goes up to the odd one.
     auto pairs = __builtin_convertvector(bytes, typename L::Wide);
     return (typename L::Int)(pairs | pairs << 28) & 0xF;
+#endif
 }
 
 // Read the first n elements of a vector, or all where it has fewer; zeros for the others. A

@@ -53,6 +53,17 @@ def test_an_error_of_the_check_is_a_finding(monkeypatch):
     assert all("OSError: no such thing" in f.text for f in findings)
 
 
+@pytest.mark.parametrize(
+    ("sets", "status"), [(["avx2", "baseline"], "ok"), (["neon"], "ok"), (["baseline"], "slow")]
+)
+def test_the_instruction_set_is_named(monkeypatch, sets, status):
+    """The first of those that the library lists; plain loops are slow."""
+    monkeypatch.setattr(native_library, "instruction_sets", lambda library: sets)
+    found = {each.name: each for each in backends()}["cpu"]
+    assert found.status == status
+    assert f"native, {sets[0]} of {', '.join(sets)}" in found.text
+
+
 def test_without_the_native_library(monkeypatch):
     """The reason why the reference casts is given."""
 

@@ -47,8 +47,8 @@ class CpuBackend(ReferenceBackend):
     do.
 
     Args:
-        isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"`` or ``"baseline"``; None
-            for the best that this machine has. All give the same bytes.
+        isa: the instruction set whose code runs: ``"avx512"``, ``"avx2"``, ``"neon"`` or
+            ``"baseline"``; None for the best that this machine has. All give the same bytes.
         threads: the most threads of a launch; None for ``torch.get_num_threads()`` at the time of
             the launch. A forked process casts on one.
 
