@@ -42,8 +42,11 @@ def model(recipe: str | None = "block", more: str | None = None) -> torch.nn.Mod
 
 
 def wrapped(holder: torch.nn.Module, **flags: bool) -> DistributedDataParallel:
-    """The model under Megatron-Core's data parallelism."""
-    config = DistributedDataParallelConfig(**flags)
+    """The model under Megatron-Core's data parallelism, by the flags that this release has."""
+    has = {
+        name: flag for name, flag in flags.items() if hasattr(DistributedDataParallelConfig, name)
+    }
+    config = DistributedDataParallelConfig(**has)
     return DistributedDataParallel(holder[0].config, config, holder)
 
 

@@ -25,7 +25,9 @@ fp8 = pytest.importorskip("megatron.core.fp8_utils", reason=REASON)
 pytestmark = [
     pytest.mark.integration,
     # Of Megatron-Core about what else could be installed, and about itself.
-    *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 
