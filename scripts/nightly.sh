@@ -30,5 +30,10 @@ stage "AArch64 under an emulator" python scripts/arm_check.py
 scripts/integration.sh "${1:-.venv}"
 scripts/serving.sh "${1:-.venv}-serving"
 scripts/torchtitan.sh "${1:-.venv}-torchtitan"
+if command -v python3.12 >/dev/null; then
+    scripts/megatron.sh "${1:-.venv}-megatron"
+else
+    echo "skipped: Megatron-Core 0.17 to 0.19 need python3.12"
+fi
 stage "adapters of peft" python -m pytest -q tests/nn/test_convert.py
 printf 'all passed in %d s\n' "$SECONDS"

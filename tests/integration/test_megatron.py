@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.support.programs import on_torchrun_ranks, output_of
 
@@ -12,7 +13,12 @@ megatron = pytest.importorskip("megatron.core", reason="needs pip install '.[meg
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 HERE = Path(__file__).parent
-PACKS_4_BITS = hasattr(megatron.fp4_utils, "modify_nvfp4_rowwise_storage")
+VERSION = Version(megatron.__version__)
+PACKS_4_BITS = HAS_HYBRID_MODEL = Version("0.18") <= VERSION
+HYBRID = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not HAS_HYBRID_MODEL, reason=f"megatron-core {VERSION} has no HybridModel"),
+]
 RECIPES = (
     "delayed", "current", "block", "rowwise", "mxfp8", "mxfp8-2d",
     *["nvfp4", "mxfp4"] * PACKS_4_BITS,
@@ -33,20 +39,24 @@ def digests(said: str) -> list[str]:
     return re.findall(r"weights, 0 bytes, (\w+)", said)
 
 
+UNEVEN = ["--hidden", 80, "--ffn", 208]  # a packed 4-bit layout lost bytes of 80 x 208 on 3 ranks
+SPLITS = [(2, []), (3, UNEVEN), (4, []), (2, ["--tp", 2]), (4, ["--tp", 2])]
+
+
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, []),
-        (3, ["--hidden", 80, "--ffn", 208]),  # its packed 4-bit layout loses bytes of 80 x 208
-        (4, ["--tp", 2]),
+        *SPLITS,
         (2, ["--overlap"]),
         (4, ["--tp", 2, "--overlap"]),
+        *(pytest.param(ranks, [*given, "--hybrid"], marks=HYBRID) for ranks, given in SPLITS),
     ],
     ids=lambda value: value if isinstance(value, int) else "".join(map(str, value)) or "plain",
 )
 def test_every_byte_is_the_cast_of_the_gathered_masters(ranks, arguments):
-    """Twenty steps of an unmodified GPTModel and DistributedOptimizer, every byte of every weight
-    after each, with every recipe; the loss ends within two percent of that of BF16 weights.
+    """Twenty steps of an unmodified GPTModel or HybridModel and DistributedOptimizer, every byte of
+    every weight after each, with every recipe; the loss ends within two percent of that of BF16
+    weights.
     """
     said = train(ranks, "bf16", *RECIPES, *arguments)
     losses = {
@@ -100,11 +110,15 @@ def test_masters_stay_those_that_are_cast(way):
     )
 
 
-def test_the_page_trains(tmp_path):
-    """The program of docs/megatron.md."""
+@pytest.mark.parametrize("model", ["GPTModel", pytest.param("HybridModel", marks=HYBRID[1:])])
+def test_the_page_trains(model, tmp_path):
+    """The program of docs/megatron.md, and what it says of HybridModel in place of its model."""
     page = (HERE.parents[1] / "docs/megatron.md").read_text()
-    program = page.partition("```py\n")[2].partition("```")[0]
+    program, hybrid = (part.partition("```")[0] for part in page.split("```py\n")[1:])
+    if model == "HybridModel":
+        program = re.sub(r"^model = GPTModel.*\n", lambda _: hybrid, program, flags=re.MULTILINE)
     assert "import zerocast.adapters.megatron" in program
+    assert f"model = {model}(" in program
     on_cpu = "from tests.support.megatron_on_cpu import on_cpu\n\nwith on_cpu():\n"
     (tmp_path / "page.py").write_text(on_cpu + textwrap.indent(program, "    "))
     out = output_of(on_torchrun_ranks(2, tmp_path / "page.py"))
@@ -146,14 +160,37 @@ def test_a_step_sends_codes():
 
 
 def test_what_is_not_served_is_refused_by_name():
-    """Two planes of codes, masters elsewhere, whole matrices, Megatron-FSDP: each says why."""
+    """Two planes of codes, masters elsewhere, whole matrices, flags without which masters are not
+    cast, Megatron-FSDP of Megatron-Core and of its own package: each says why. What has no weights
+    of zerocast is served.
+    """
     out = output_of(on_torchrun_ranks(1, HERE / "refused_by_megatron.py"))
+    below = f"need megatron-core 0.18 or newer, got {VERSION},"
+    values = "reuse_grad_buf_for_mxfp8_param_ag=True.*leave it False"
+    fsdp = r"UnsupportedError.*got Megatron-FSDP, which frees the planes"
     for way, reason in {
         "two_planes": "holds one plane of codes.*enable_2d_quantization=True",
         "masters_in_bf16": "masters that Megatron-Core holds.*does not expose its masters",
-        "values_in_buffers": "reuse_grad_buf_for_mxfp8_param_ag=True.*leave it False",
+        "values_in_buffers": values,
+        "plain_values_in_buffers": "served",
+        "values_in_the_optimizer": values,
+        "frozen": "served",
         "layer_wise": "got its layer-wise one.*shard='matrix'",
-        "undistributed": "use_distributed_optimizer=True",
-        "megatron_fsdp": "got Megatron-FSDP, which frees the planes",
+        "undistributed": r"\(use_distributed_optimizer=True\), got False",
+        "ungathered": r"\(fp8_param_gather=True\), got False",
+        "ungathered_4_bits": r"\(fp4_param_gather=True\), got False" if PACKS_4_BITS else below,
+        "four_bits": "served" if PACKS_4_BITS else below,
+        "two_sizes": "holds nothing else" if PACKS_4_BITS else below,
+        "megatron_fsdp": fsdp,
+        "megatron_fsdp_2": fsdp if Version("0.19") <= VERSION else "ModuleNotFoundError",
     }.items():
         assert re.search(f"^{way}: .*{reason}", out, flags=re.MULTILINE), out
+
+
+def test_the_package_of_megatron_fsdp_is_refused_by_name():
+    """Both of its versions, where zerocast is installed in Megatron-Core."""
+    pytest.importorskip("megatron_fsdp", reason="needs pip install megatron-fsdp")
+    out = output_of(on_torchrun_ranks(1, HERE / "refused_by_megatron.py"))
+    for way in ("fsdp_package", "fsdp_package_2"):
+        said = f"^{way}: UnsupportedError.*got Megatron-FSDP"
+        assert re.search(said, out, flags=re.MULTILINE), out

@@ -1,12 +1,14 @@
 """Trains a small GPT of Megatron-Core, unmodified, by its distributed optimizer on gloo's ranks.
 
     train_by_megatron.py RECIPE... [--tp N] [--hidden N] [--ffn N] [--steps N] [--overlap]
-                         [--offload] [--precision-aware]
+                         [--offload] [--precision-aware] [--hybrid]
                          [--alike] [--save DIR | --load DIR]
 
 With every recipe anew. After every step each byte of each weight, on every rank, must be that of
 quantizing the masters as the ranks hold them together. RECIPE is a name of zerocast's,
 one of OTHERS, or ``bf16`` for none. What one step sends is counted at the end.
+
+--hybrid trains a HybridModel of the same layers instead of a GPTModel.
 
 --alike gives all ranks the same batch and clips no gradient, so that any power of two of them take
 the same steps, bit for bit.
@@ -31,7 +33,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.utils._pytree import tree_leaves
 
 import zerocast
@@ -66,6 +69,36 @@ class Sent(Collectives):
         return out
 
 
+def hybrid_model(config: TransformerConfig) -> torch.nn.Module:
+    """A HybridModel of a GPTModel's layers, attention and MLP in turn. It has no last norm, which
+    HybridStack takes from TransformerEngine alone.
+    """
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    whole, config.num_layers = get_gpt_layer_local_spec().submodules, 2 * config.num_layers
+    parts = {
+        layer: {name: getattr(whole, name) for name in names.split()}
+        for layer, names in {
+            TransformerLayer: "input_layernorm self_attention self_attn_bda",
+            MLPLayer: "pre_mlp_layernorm mlp mlp_bda",
+        }.items()
+    }
+    attention, mlp = (
+        ModuleSpec(layer, submodules=TransformerLayerSubmodules(**own))
+        for layer, own in parts.items()
+    )
+    stack = ModuleSpec(
+        HybridStack, params={"post_layer_norm": False},
+        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp),
+    )  # fmt: skip
+    return HybridModel(
+        config, stack, VOCABULARY, SEQUENCE, hybrid_layer_pattern="*-" * (config.num_layers // 2),
+        position_embedding_type="learned_absolute",
+    )  # fmt: skip
+
+
 class Training:
     """A model in the codes of a recipe, its optimizer, and the number of the next step."""
 
@@ -77,7 +110,10 @@ class Training:
             use_cpu_initialization=True, tensor_model_parallel_size=args.tp,
             gradient_accumulation_fusion=False, hidden_dropout=0, attention_dropout=0, **BF16,
         )  # fmt: skip
-        model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE).bfloat16()
+        if args.hybrid:
+            model = hybrid_model(config).bfloat16()
+        else:
+            model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE).bfloat16()
         flags = {"use_distributed_optimizer": True}
         if args.overlap:
             flags |= {
@@ -210,7 +246,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--ffn", type=int)
     parser.add_argument("--steps", type=int, default=20)
-    for flag in ("--overlap", "--offload", "--precision-aware", "--alike"):
+    for flag in ("--overlap", "--offload", "--precision-aware", "--hybrid", "--alike"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)

@@ -1,9 +1,10 @@
 """Megatron-Core's distributed optimizer on weights that hold codes of zerocast.
 
-Supports megatron-core 0.16, and for 4-bit codes its source of August 2026. scripts/integration.sh
-runs tests/integration/test_megatron.py with the package. This adapter can be removed when
-Megatron-Core lets others register a class of quantized weights, or when no supported release is in
-use.
+Supports megatron-core 0.16 to 0.19, and 4-bit codes from 0.18 on. From 0.17 on it needs Python
+3.12. Megatron-FSDP (megatron-fsdp 0.6, and its copy in Megatron-Core) is refused by name.
+scripts/integration.sh and scripts/megatron.sh run tests/integration/test_megatron.py with the
+packages. This adapter can be removed when Megatron-Core lets others register a class of quantized
+weights, or when no supported release is in use.
 
 Two lines in a training script, before ``DistributedDataParallel`` is made::
 

@@ -64,7 +64,8 @@ def _is_at_an_end(model: torch.nn.Module, name: str, is_asked: bool | None) -> b
     for end in range(len(parts), -1, -1):
         module = model.get_submodule(".".join(parts[:end]))
         number, config = getattr(module, "layer_number", None), getattr(module, "config", None)
-        if number is None or config is None or not hasattr(module, "self_attention"):
+        is_layer = hasattr(module, "self_attention") or hasattr(module, "mixer")  # of Mamba
+        if number is None or config is None or not is_layer:
             continue
         if not (config.first_last_layers_bf16 if is_asked is None else is_asked):
             return False

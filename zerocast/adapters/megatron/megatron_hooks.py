@@ -55,10 +55,12 @@ def replace_codes(
             "enable_2d_quantization=True, or NVFP4."
         )
     if new_raw_data.numel() != tensor.rowwise_data.numel():
+        from megatron.core import __version__ as version
+
         raise UnsupportedError(
-            "4-bit codes need buffers of two codes a byte, which this version of Megatron-Core "
-            f"does not have, got a weight of {storage.recipe}; use FP8, or a version with "
-            "fp4_utils.modify_nvfp4_rowwise_storage."
+            f"4-bit codes need megatron-core 0.18 or newer, got {version}, whose buffers zerocast "
+            f"cannot fill with two codes a byte, and a weight of {storage.recipe}; use FP8, or "
+            "Python 3.12 or newer and pip install 'megatron-core>=0.18'."
         )
     replace_raw_data(tensor, new_raw_data.view(-1))
 
@@ -198,13 +200,23 @@ def make_fsdp(
     """Raise :class:`UnsupportedError` for Megatron-FSDP, which frees codes and sets them plane by
     plane.
     """
+    _check_without_codes(module)
+    theirs(self, module, *args, **kwargs)
+
+
+def make_fsdp_module(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Do so for its second version, which is a base class of the module itself."""
+    _check_without_codes(self)
+    theirs(self, *args, **kwargs)
+
+
+def _check_without_codes(module: torch.nn.Module) -> None:
     if _quantized(module.parameters()):
         raise UnsupportedError(
             "quantized weights need Megatron-Core's DistributedDataParallel, got Megatron-FSDP, "
             "which frees the planes of a weight's codes and sets them one at a time; shard with "
             "zerocast.sharded and torch's fully_shard instead."
         )
-    theirs(self, module, *args, **kwargs)
 
 
 def _quantized(weights: Iterable[torch.Tensor]) -> list[QuantizedTensor]:

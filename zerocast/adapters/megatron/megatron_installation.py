@@ -1,5 +1,8 @@
 """The functions of Megatron-Core that are replaced, each with its replacement."""
 
+from contextlib import suppress
+from importlib import import_module
+
 from zerocast.adapters.megatron import dist_checkpoints
 from zerocast.adapters.megatron import megatron_hooks as hooks
 from zerocast.adapters.replacements import Replacement, Replacements
@@ -31,7 +34,6 @@ def _find() -> list[Replacement]:
     from megatron.core import fp4_utils as fp4
     from megatron.core import fp8_utils as fp8
     from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
@@ -48,9 +50,9 @@ def _find() -> list[Replacement]:
         (DistributedOptimizer, "load_state_dict", "self, state_dict", dist_checkpoints.load),
         (DistributedOptimizer, "sharded_state_dict", _SAVE, dist_checkpoints.save),
         (LayerWiseDistributedOptimizer, "__init__", "self, optimizers", hooks.make_layer_wise),
-        (MegatronFSDP, "__init__", "self, module", hooks.make_fsdp),
+        *_fsdp_classes(),
     ]
-    if hasattr(fp4, "modify_nvfp4_rowwise_storage"):  # buffers of two codes per byte
+    if hasattr(buffer, "_compute_nvfp4_packed_layout"):  # from 0.18 on: two codes per byte
         codes, layout = "fp4_tensor, new_rowwise_data", "self, params_with_names"
         found += [
             (fp4, "is_nvfp4tensor", "tensor", hooks.is_4_bits),
@@ -62,11 +64,28 @@ def _find() -> list[Replacement]:
     return found
 
 
+def _fsdp_classes() -> list[Replacement]:
+    """Return both versions of Megatron-FSDP, in Megatron-Core and in a package of its own, as far
+    as they are installed.
+    """
+    versions = (
+        ("megatron_fsdp", "MegatronFSDP", "self, module", hooks.make_fsdp),
+        ("experimental.module", "FsdpModule", "self, mesh", hooks.make_fsdp_module),
+    )
+    found: list[Replacement] = []
+    for package in ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp"):
+        for module, name, parameters, ours in versions:
+            with suppress(ImportError):
+                owner = getattr(import_module(f"{package}.{module}"), name)
+                found.append((owner, "__init__", parameters, ours))
+    return found
+
+
 _REPLACEMENTS = Replacements(
     "zerocast.adapters.megatron",
     "Megatron-Core",
     "megatron-core",
-    "0.16",
+    "0.16 or 0.19",
     _find,
     importers=("megatron.",),
 )
