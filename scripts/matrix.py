@@ -51,6 +51,7 @@ TOOLS = (
     "pytest-mpi",
     "pytest-timeout",
     "pytest-xdist",
+    "safetensors",
 )
 QUICK = (
     "tests/numerics",
@@ -111,12 +112,18 @@ def try_cell(cell: str, wheel: Path) -> dict[str, str]:
         # The tests import `tests` and `examples`; what they test is the wheel.
         for part in ("tests", "examples", "docs", "scripts", "cuda_src"):
             shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for file in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "pyproject.toml"):
+        for file in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "pyproject.toml",
+            "constraints.txt",
+        ):
             shutil.copy(ROOT / file, place)
         test = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", MARKS)
         commands = {
             "doctor": (python, "-m", "zerocast", "doctor"),
-            "README": (*test, "tests/test_readme.py", "-k", "python_of_a_page and README"),
+            "README": (*test, "tests/test_readme.py::test_the_python_of_a_page_runs[README.md]"),
             "tests": (*test, "-n", "auto", "--dist", "worksteal", *QUICK),
         }
         for check in CHECKS:
