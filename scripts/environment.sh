@@ -1,7 +1,8 @@
 # Sourced by the other scripts, from the repository's root: named stages, and an environment with zerocast built in it.
 #
 #   stage NAME COMMAND...           runs the command quietly; prints NAME, the result and the time, and on failure
-#                                   everything that the command said, and ends the script
+#                                   everything that the command said, and ends the script; on a terminal it says
+#                                   how far the command is
 #   environment DIRECTORY EXTRAS    makes or updates a virtual environment, installs zerocast[EXTRAS] editable into it
 #                                   under constraints.txt, and puts its programs first on PATH
 #   without_skips ARGUMENT...       runs pytest's integration tests, and fails where one of them is skipped, too
@@ -17,7 +18,12 @@ stage() {
     shift
     log=$(mktemp)
     printf '%-34s' "$name"
-    if "$@" >"$log" 2>&1 </dev/null; then
+    [ -t 1 ] && show_progress "$name" "$log" &
+    local progress=$! status=0
+    "$@" >"$log" 2>&1 </dev/null || status=$?
+    kill "$progress" 2>/dev/null || true
+    wait "$progress" 2>/dev/null || true
+    if [ "$status" = 0 ]; then
         summary=$(grep -Eo '[0-9]+ passed.*' "$log" | tail -n 1 || true)
         printf 'ok %5d s%s\n' $((SECONDS - started)) "${summary:+   ${summary%% in *}}"
         grep -E '^[0-9.]+s (call|setup)' "$log" || true  # the slowest tests, where a stage lists them
@@ -29,6 +35,13 @@ stage() {
         printf '\nFAILED: %s\n' "$name"
         exit 1
     fi
+}
+
+# Beside the stage's name, each second: the compiler's last "[3/40]", or the tests' last "[ 41%]".
+show_progress() {
+    while kill -0 $$ && sleep 1; do
+        printf '\r%-34s%s\r%-34s' "$1" "$(grep -Eo '\[ *[0-9]+(/[0-9]+|%)\]' "$2" | tail -n 1)" "$1"
+    done
 }
 
 without_skips() {
@@ -79,5 +92,5 @@ install_packages() {
 }
 
 install_zerocast() {
-    python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation --editable ".[$1]"
+    python -m pip install --verbose --no-compile -c constraints.txt --no-build-isolation --editable ".[$1]"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a comparison: on a machine with Python 3.10 to 3.13 and a C++ compiler, make an environment, build
+# From nothing to a comparison: on a machine with Python 3.10 to 3.14 and a C++ compiler, make an environment, build
 # zerocast, and train a small GPT on 4 MPI ranks with BF16, FP8 and NVFP4 weights. Ends with the table of the three and
 # says whether the sharded weights equal the unsharded cast on every rank; fails where they do not.
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that CI checks, on a machine with Python 3.10 to 3.13 and a C++ compiler: environment, build, style, types,
+# Everything that CI checks, on a machine with Python 3.10 to 3.14 and a C++ compiler: environment, build, style, types,
 # all tests, those on 4 MPI ranks, and the built wheel. Run again, it reuses the environment.
 #
 #   scripts/test.sh [DIRECTORY]     the environment; default .venv

@@ -155,6 +155,12 @@ print(zerocast.__file__, zerocast.__version__, importlib.metadata.version("zeroc
     assert versions == [zerocast.__version__] * 2
 
 
+def test_the_command_line_says_the_version(clean_python):
+    """`--version` prints the name and the version, and ends."""
+    code = "from zerocast.cli import main; main(['--version'])"
+    assert run_clean(clean_python, code).split()[-2:] == ["zerocast", zerocast.__version__]
+
+
 def test_the_installed_wheel_quantizes_natively(clean_python):
     """Without a compiler the native library serves `quantize`, with the reference's bytes."""
     run_clean(

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import zerocast
 from zerocast.cli import checkpoint_files, conformance, doctor, estimate, inspection, reproduce
 from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m zerocast",
         description="What zerocast can do here, what checkpoints hold, and what training costs.",
     )
+    parser.add_argument("--version", action="version", version=f"zerocast {zerocast.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
         "doctor", help="what this installation can do, and whether its cast is right"

