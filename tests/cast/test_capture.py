@@ -28,7 +28,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             lambda: check_capture(GPU, [SingleRank(), Staging()]),
-            "that run on the device, got .* on cuda:0; use torch",
+            "that run on the device, got .* host for cuda:0; use torch",
         ),
         (
             lambda: check_capture(GPU, [SingleRank()], check_finite=True),

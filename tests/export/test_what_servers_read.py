@@ -185,8 +185,8 @@ def test_scales_of_inputs_are_stored_beside_the_codes(size, tmp_path):
     ("scales", "message"),
     [
         (None, "which servers need"),
-        ({"up": 1.0}, "got 1 of 2; wrong are lm_head."),
-        ({"up": 1.0, "lm_head": 1.0, "other": 1.0}, "got 3 of 2; wrong are other."),
+        ({"up": 1.0}, "got 1 for 2 modules; wrong are lm_head."),
+        ({"up": 1.0, "lm_head": 1.0, "other": 1.0}, "got 3 for 2 modules; wrong are other."),
         ({"up": 0.0, "lm_head": 1.0}, "must be positive finite numbers, got 0.0 for up"),
         ({"up": float("inf"), "lm_head": 1.0}, "must be positive finite numbers"),
         ({"up": float("nan"), "lm_head": 1.0}, "must be positive finite numbers"),

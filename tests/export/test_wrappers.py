@@ -120,7 +120,7 @@ def of_fsdp1(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(of_peft, r"a Linear has .*merge_and_unload"), (of_fsdp1, "use fully_shard")],
+    [(of_peft, r"a Linear has .*merge_and_unload"), (of_fsdp1, "by fully_shard")],
 )
 def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path, change, message):
     """Adapters of peft, anywhere in the model, and flat parameters; nothing is written."""

@@ -49,7 +49,7 @@ def with_input_scales(
     if wrong:
         raise InputError(
             "input_scales must have one of each quantized module, by its name in the checkpoint, "
-            f"and no other, got {len(scales)} for {len(names)} modules; missing or unknown are "
+            f"and no other, got {len(scales)} for {len(names)} modules; wrong are "
             f"{', '.join(sorted(map(str, wrong))[:8])}."
         )
     found: list[Entry] = []
