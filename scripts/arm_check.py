@@ -2,6 +2,7 @@
 
     python scripts/arm_check.py                         # g++-aarch64-linux-gnu, qemu-user, cmake
     python scripts/arm_check.py --compiler aarch64-linux-gnu-g++-14 --stride 1
+    python scripts/arm_check.py --library FILE          # one that is built, as of a wheel
 
 The library is cross-compiled, and tests/kernels/other_process.cpp calls it under qemu-aarch64 on
 memory that this process sends. Compared are the patterns of elements, drawn casts of every recipe,
@@ -60,23 +61,24 @@ from zerocast.numerics import (  # noqa: E402
 PACKAGES = "on Debian, apt-get install g++-aarch64-linux-gnu qemu-user cmake"
 
 
-def build(compiler: str, emulator: str, folder: Path) -> list[str]:
-    """Compile the library and the program; return the command that runs them."""
+def build(compiler: str, emulator: str, folder: Path, library: Path | None = None) -> list[str]:
+    """Compile the program, and the library unless one is given; return the command that runs them."""
     for program in (compiler, emulator, "cmake"):
         if shutil.which(program) is None:
             sys.exit(f"{program} is not on PATH: {PACKAGES}")
     system = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     sources = ["-S", str(ROOT), "-B", str(folder), f"-DCMAKE_CXX_COMPILER={compiler}"]
     program = folder / PROGRAM.stem
-    for command in (
-        ["cmake", *sources, *system],
-        ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
-        [compiler, "-O2", str(PROGRAM), "-o", str(program), "-ldl"],
-    ):
+    commands = [[compiler, "-O2", str(PROGRAM), "-o", str(program), "-ldl"]]
+    if library is None:
+        library = folder / native_library.LIBRARY
+        parallel = ["--parallel", str(os.cpu_count())]
+        commands += [["cmake", *sources, *system], ["cmake", "--build", str(folder), *parallel]]
+    for command in commands:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     libc = subprocess.run([compiler, "-print-file-name=libc.so.6"], capture_output=True, text=True)
     prefix = Path(libc.stdout.strip()).resolve().parent.parent  # of the loader, for the emulator
-    return [emulator, "-L", str(prefix), str(program), str(folder / native_library.LIBRARY)]
+    return [emulator, "-L", str(prefix), str(program), str(library)]
 
 
 def compare(what: str, run: Callable[[Backend], Written], backend: OtherCpuBackend) -> int:
@@ -166,11 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--compiler", default="aarch64-linux-gnu-g++")
     parser.add_argument("--emulator", default="qemu-aarch64")
+    parser.add_argument("--library", type=Path, help="compare this one, and build none")
     parser.add_argument("--stride", type=int, default=16, help="of the claims' amaxes")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        library = OtherProcess(build(given.compiler, given.emulator, Path(folder)))
+        library = OtherProcess(build(given.compiler, given.emulator, Path(folder), given.library))
         print(f"instruction sets of the library: {library.instruction_sets}", flush=True)
         one, three = (OtherCpuBackend(library, threads) for threads in (1, 3))
         for name, check, unit in (

