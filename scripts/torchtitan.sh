@@ -8,8 +8,8 @@ cd "$(dirname "$0")/.."
 
 # torchtitan imports triton also where no product runs by it; CPU builds of torch do not bring that.
 install_torchtitan() {
-    python -m pip install --quiet --no-compile torch==2.14.1 torchtitan==0.3.0 triton \
-        hypothesis pytest pytest-timeout scikit-build-core cmake ninja &&
+    python -m pip install --quiet --no-compile torch==2.14.1 torchtitan==0.3.0 triton mpi4py mpich \
+        hypothesis ml_dtypes pytest pytest-mpi pytest-timeout scikit-build-core cmake ninja &&
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }
 
@@ -18,5 +18,8 @@ stage "environment of torchtitan" make_environment "$directory"
 PATH=$(cd "$directory/bin" && pwd):$PATH
 export PATH
 stage "torchtitan" install_torchtitan
-stage "interface of torchtitan" python -m pytest -q -m "not mpi" tests/adapters/torchtitan
+stage "adapter of torchtitan" python -m pytest -q -m "not mpi" tests/adapters/torchtitan \
+    "tests/test_readme.py::test_the_python_of_a_page_runs[torchtitan.md]"
+stage "adapter on 4 MPI ranks" env OMP_NUM_THREADS=1 mpiexec -n 4 python -m mpi4py -m pytest -q -x \
+    -p no:cacheprovider --with-mpi -m mpi tests/adapters/torchtitan
 stage "tests beside torchtitan" without_skips tests/integration/test_torchtitan.py "${@:2}"

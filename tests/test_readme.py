@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters.torchtitan import conftest as _torchtitan  # noqa: F401  (or what stands in for it)
-
 ROOT = Path(__file__).resolve().parent.parent
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,6 +30,8 @@ def own_process_group():
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, own_process_group, capsys):
     """The blocks of a page run in order and share their names; those of the README run alone."""
+    if page.name == "torchtitan.md":
+        pytest.importorskip("torchtitan", reason="scripts/torchtitan.sh installs torchtitan")
     names = {"__name__": "__main__"}
     for code in blocks(page):
         exec(compile(code, str(page), "exec"), names)

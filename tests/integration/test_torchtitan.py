@@ -1,19 +1,20 @@
 """torchtitan's own Trainer trains what zerocast's converter makes of its model, on CPU ranks."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.adapters.torchtitan.interface import installed
 from tests.support.programs import output_of
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
     pytest.mark.timeout(2400),
-    # In one session with tests/adapters/torchtitan, what stands in for it can be imported.
-    pytest.mark.skipif(installed() is None, reason="scripts/torchtitan.sh installs torchtitan"),
+    pytest.mark.skipif(
+        find_spec("torchtitan") is None, reason="scripts/torchtitan.sh installs torchtitan"
+    ),
 ]
 
 PROGRAM = Path(__file__).with_name("train_by_torchtitan.py")

@@ -4,7 +4,11 @@ import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import pytest
 import torch
+
+pytest.importorskip("torchtitan", reason="scripts/torchtitan.sh installs torchtitan")
+
 from torchtitan.models.common.linear import Linear
 
 import zerocast

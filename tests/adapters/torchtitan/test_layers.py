@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+pytest.importorskip("torchtitan", reason="scripts/torchtitan.sh installs torchtitan")
+
 import zerocast
 from tests.support.claims import assert_same_tensors
 from tests.support.models import InRegion

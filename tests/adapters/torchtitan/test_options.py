@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("torchtitan", reason="scripts/torchtitan.sh installs torchtitan")
+
 import zerocast
 from tests.support.claims import message_of
 from zerocast.adapters.torchtitan.options import check_combination, recipe_named

@@ -5,6 +5,8 @@ it.
 import pytest
 import torch
 
+pytest.importorskip("torchtitan", reason="scripts/torchtitan.sh installs torchtitan")
+
 from tests.adapters.torchtitan.decoder import IN_BLOCKS, Decoder, OptimizersContainer, loss, shard
 from tests.sharded.sharded import assert_converted_casts, gradients
 from tests.support.claims import assert_same_tensors

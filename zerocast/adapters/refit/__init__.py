@@ -1,9 +1,9 @@
 """Adapters from :class:`zerocast.refit.Refit` to the interfaces by which frameworks send weights.
 
-They support verl, slime, miles, NeMo-RL and vLLM at the commits in tests/adapters/interfaces.json.
-tests/adapters/test_refit.py calls them by the interfaces recorded there, and scripts/serving.sh
-runs tests/integration/test_vllm_refit.py with vLLM. An adapter can be removed when its project has
-another interface, or accepts ``Refit.named_tensors()`` directly.
+They support verl 0.9, slime, miles, NeMo-RL and vLLM 0.30 to 0.32. tests/integration has programs
+that run them with verl, NeMo-RL and vLLM; scripts/newest.sh and scripts/serving.sh install these.
+An adapter can be removed when its project has another interface, or accepts
+``Refit.named_tensors()`` directly.
 
 The adapters are independent, import the other project only when called, and patch nothing.
 
