@@ -35,5 +35,6 @@ if command -v python3.12 >/dev/null; then
 else
     echo "skipped: Megatron-Core 0.17 to 0.19 need python3.12"
 fi
+scripts/newest.sh
 stage "adapters of peft" python -m pytest -q tests/nn/test_convert.py
 printf 'all passed in %d s\n' "$SECONDS"
