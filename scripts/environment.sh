@@ -18,11 +18,16 @@ stage() {
     shift
     log=$(mktemp)
     printf '%-34s' "$name"
-    [ -t 1 ] && show_progress "$name" "$log" &
-    local progress=$! status=0
+    local progress= status=0
+    if [ -t 1 ]; then
+        show_progress "$name" "$log" &
+        progress=$!
+    fi
     "$@" >"$log" 2>&1 </dev/null || status=$?
-    kill "$progress" 2>/dev/null || true
-    wait "$progress" 2>/dev/null || true
+    if [ -n "$progress" ]; then
+        kill "$progress"
+        wait "$progress" 2>/dev/null || true
+    fi
     if [ "$status" = 0 ]; then
         summary=$(grep -Eo '[0-9]+ passed.*' "$log" | tail -n 1 || true)
         printf 'ok %5d s%s\n' $((SECONDS - started)) "${summary:+   ${summary%% in *}}"
