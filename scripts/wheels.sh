@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds what a release publishes, checks it and tries it: an sdist, and from it manylinux_2_28 wheels for x86-64 and
-# aarch64. The aarch64 library is cross-compiled; Debian has the compiler (g++-aarch64-linux-gnu) and qemu-user.
+# Builds what a release publishes, checks it and tries it: an sdist, and from it manylinux wheels for x86-64 and aarch64,
+# for glibc 2.28 or older. The aarch64 library is cross-compiled; Debian has the compiler (g++-aarch64-linux-gnu) and qemu-user.
 #
 #   scripts/wheels.sh [DIRECTORY]     where the archives go; default dist. It must not exist, or be empty.
 #
@@ -9,7 +9,6 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 
 OUT=${1:-dist}
-GLIBC=2_28
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 if [ -n "$(ls -A "$OUT")" ]; then
@@ -38,13 +37,8 @@ build_wheel() {
     for setting in "$@"; do settings+=(-C "cmake.define.$setting"); done
     _PYTHON_HOST_PLATFORM=linux-$architecture python -m build --no-isolation --wheel -C build.verbose=true \
         "${settings[@]}" --outdir "$WORK/$architecture" "$WORK/source" &&
-        auditwheel repair --plat "manylinux_${GLIBC}_$architecture" --exclude libgomp.so.1 \
-            --wheel-dir "$OUT" "$WORK/$architecture"/*.whl
-}
-
-# The platform of a wheel is checked by its repair.
-check_archives() {
-    twine check --strict "$OUT"/*
+        auditwheel repair --plat auto --exclude libgomp.so.1 --wheel-dir "$OUT" "$WORK/$architecture"/*.whl &&
+        ls "$OUT" | grep -E "manylinux_2_(5|12|17|2[0-8])_$architecture"
 }
 
 # In an environment of its own, outside of the clone, whose zerocast/ would come first.
@@ -65,7 +59,7 @@ stage "sdist" build_sdist
 stage "wheel for x86-64" build_wheel x86_64
 stage "wheel for aarch64" build_wheel aarch64 CMAKE_SYSTEM_NAME=Linux CMAKE_SYSTEM_PROCESSOR=aarch64 \
     CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
-stage "descriptions and platforms" check_archives
+stage "descriptions" twine check --strict "$OUT"/*
 stage "the wheel, installed" try_wheel
 stage "aarch64's library under qemu" try_aarch64
 (cd "$OUT" && sha256sum ./*)
