@@ -62,7 +62,7 @@ PACKAGES = "on Debian, apt-get install g++-aarch64-linux-gnu qemu-user cmake"
 
 
 def build(compiler: str, emulator: str, folder: Path, library: Path | None = None) -> list[str]:
-    """Compile the program, and the library unless one is given; return the command that runs them."""
+    """Compile the program, and the library if none is given; return the command that runs them."""
     for program in (compiler, emulator, "cmake"):
         if shutil.which(program) is None:
             sys.exit(f"{program} is not on PATH: {PACKAGES}")
