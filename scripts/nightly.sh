@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that scripts/test.sh checks, the slow tests on ranks, and those beside other packages (transformers' Trainer,
-# accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM, torchtitan), which it installs. Hours on a small machine.
+# Everything that scripts/test.sh checks, the slow tests on ranks, several hosts, and the tests beside other packages
+# (transformers' Trainer, accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM, torchtitan), which it installs. Hours
+# on a small machine.
 #
 #   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
 cd "$(dirname "$0")/.."
@@ -25,6 +26,7 @@ for default in bfloat16 float64 meta; do
     stage "tests under default $default" under_default "$default"
 done
 stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
+scripts/hosts_check.sh "${1:-.venv}"
 scripts/integration.sh "${1:-.venv}"
 scripts/serving.sh "${1:-.venv}-serving"
 scripts/torchtitan.sh "${1:-.venv}-torchtitan"

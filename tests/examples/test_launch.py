@@ -25,7 +25,6 @@ def launch(monkeypatch: pytest.MonkeyPatch):
 
 def test_ranks_find_their_store_on_hosts_without_names(launch, monkeypatch) -> None:
     """Where no host's name leads to an address; gloo is told the interface of the address."""
-
     monkeypatch.setattr(socket, "gethostname", lambda: "a-host-that-nobody.knows.invalid")
 
     def found(comm) -> list[str]:
