@@ -51,10 +51,10 @@ PATIENCE = 500.0
 BYTES = {
     "hosts_ranks.py": (RANKS, "bytes", "{folder}"),
     "train_gpt.py": (
-        EXAMPLES / "train_gpt.py", "--steps", 3, "--check", "--verify", "hash", "--out", "{folder}",
-        "--checkpoint", "{folder}/checkpoint",
+        EXAMPLES / "train_gpt.py", "--steps", 3, "--batch", 12, "--check", "--verify", "hash",
+        "--out", "{folder}", "--checkpoint", "{folder}/checkpoint",
     ),
-    "fsdp2.py": (EXAMPLES / "fsdp2.py", "--steps", 3),
+    "fsdp2.py": (EXAMPLES / "fsdp2.py", "--steps", 3, "--batch", 12),
     "tensor_parallel.py": (EXAMPLES / "tensor_parallel.py", "--steps", 2),
     "param_buffer.py": (EXAMPLES / "param_buffer.py", "--steps", 3),
     "refit.py": (EXAMPLES / "refit.py", "--steps", 3, "--receivers", 1),
@@ -72,7 +72,7 @@ OF_MPI = {"cast_only.py": (2, 3), "tests on 4 ranks": (2,)}
 
 ON = {
     "torchrun, 2 hosts with 2 ranks": ("torchrun", 2, 2),
-    "torchrun, 3 hosts with 1 rank": ("torchrun", 3, 1),
+    "torchrun by c10d, 3 hosts with 1 rank": ("torchrun_by_c10d", 3, 1),
     "mpiexec, 2 hosts with 2 ranks": ("mpiexec", 2, 2),
     "mpiexec, 3 hosts with 1 rank": ("mpiexec", 3, 1),
 }
@@ -123,6 +123,7 @@ class Check:
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self._folder = hosts, folder
+        self.first = hosts.addresses[0]
         self._launcher = hosts.write_launcher(folder / "launcher")
         self._jobs = 0
         self._expected: str | None = None
@@ -139,6 +140,8 @@ class Check:
         checks: dict[str, Callable[[], Verdict]] = {}
         for on, (launcher, hosts, ranks) in ON.items():
             for name in BYTES:
+                if name == "tensor_parallel.py" and hosts * ranks % 2:  # two ranks share a layer
+                    continue
                 if name not in OF_MPI or (launcher == "mpiexec" and hosts in OF_MPI[name]):
                     run = partial(self.bytes_on, launcher, hosts, ranks, name)
                     checks[f"{on}: {name}"] = run
@@ -151,15 +154,28 @@ class Check:
 
     def torchrun(self, job: Job, hosts: int, ranks: int, program: Sequence[object]) -> None:
         """Start ``ranks`` on each of the first ``hosts``."""
-        first = self.hosts.addresses[0]
+        for host in range(hosts):
+            found = ["--node-rank", host, "--master-addr", self.first, "--master-port", 29500]
+            self._torchrun(
+                job, host, ["--nnodes", hosts, "--nproc-per-node", ranks, *found], program
+            )
+
+    def torchrun_by_c10d(self, job: Job, hosts: int, ranks: int, program: Sequence[object]) -> None:
+        """The same; hosts find each other, and may come in any order."""
         for host, address in enumerate(self.hosts.addresses[:hosts]):
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts,
-                "--nproc-per-node", ranks, "--rdzv-backend", "c10d", "--rdzv-endpoint",
-                f"{first}:29500", "--rdzv-conf", f"is_host={host == 0}", "--rdzv-id", "check",
-                "--local-addr", address, *program,
+            found = [
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.first}:29500", "--rdzv-id", 1,
+                "--rdzv-conf", f"is_host={host == 0}", "--local-addr", address,
             ]  # fmt: skip
-            job.start(self.hosts.command(host, command), GLOO_SOCKET_IFNAME=INTERFACE)
+            self._torchrun(
+                job, host, ["--nnodes", hosts, "--nproc-per-node", ranks, *found], program
+            )
+
+    def _torchrun(
+        self, job: Job, host: int, given: Sequence[object], program: Sequence[object]
+    ) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", *given, *program]
+        job.start(self.hosts.command(host, command), GLOO_SOCKET_IFNAME=INTERFACE)
 
     def mpiexec(self, job: Job, hosts: int, ranks: int, program: Sequence[object]) -> None:
         """The same, by the launcher that MPICH brings. Examples tell gloo its interface; tests do
@@ -180,7 +196,7 @@ class Check:
         for rank in range(len(addresses)):
             job.start(
                 self.hosts.command(rank, [sys.executable, *program]),
-                GLOO_SOCKET_IFNAME=INTERFACE, MASTER_ADDR=addresses[0], MASTER_PORT=29501,
+                GLOO_SOCKET_IFNAME=INTERFACE, MASTER_ADDR=self.first, MASTER_PORT=29501,
                 RANK=rank, WORLD_SIZE=len(addresses),
             )  # fmt: skip
 

@@ -31,6 +31,7 @@ from zerocast.checkpoint.manifest import (
     remove_saved,
 )
 from zerocast.checkpoint.runs import Claim, alone_in, is_taken
+from zerocast.errors import InputError
 from zerocast.optim.boxes import Box, Share
 
 
@@ -75,10 +76,12 @@ class DirectorySave:
         self.claim, self.path = claim, claim.path
         self._versions, self._training = versions, training
         self._draft = self.path / f"{claim.prefix}.draft"
+        self._mark = self.path / f"{claim.prefix}.json"  # removed with what the save replaces
         self._is_renaming = False
 
     def begin(self) -> None:
-        """Create the directory, and remove files that killed saves of this run left in it.
+        """Create the directory, remove files that killed saves of this run left in it, and leave
+        a mark for :meth:`check_directory`.
 
         Raises:
             InputError: if other files, or the checkpoint of another run, are in it.
@@ -89,6 +92,16 @@ class DirectorySave:
             self.claim.take()
             if self.claim.replaced is not None or not is_taken(self.path):
                 remove_saved(self.path, self.claim.run, self.claim.replaced)
+            write_file(self._mark, b"")
+
+    def check_directory(self) -> None:
+        """Raise :class:`InputError` on a rank that does not see what :meth:`begin` has written."""
+        if not self._mark.exists():
+            raise InputError(
+                f"every rank must see the directory {self.path}, and this one does not see there "
+                f"what rank 0 has just written (or another job saves there, too); name a directory "
+                f"on a file system that all hosts share."
+            )
 
     def part(self, rank: int) -> Path:
         """Return the path of a rank's file."""

@@ -142,6 +142,7 @@ def write(planned: Planned, comm: Communicator) -> None:
     save = _begun(planned, comm)
     with save.removing_files() if comm.rank == 0 else nullcontext():
         with raising_together(comm):
+            save.check_directory()
             own = _write_own(planned, save, comm.rank)
         parts = comm.all_gather_object(own)
         with raising_together(comm):
@@ -154,7 +155,11 @@ def write_beside(planned: Planned, comm: Communicator) -> PendingSave:
     This call is collective; the threads use no collectives.
     """
     save = _begun(planned, comm)
-    with raising_together(comm):  # a rank may have too little memory
+    with (
+        save.removing_files() if comm.rank == 0 else nullcontext(),
+        raising_together(comm),  # a rank may have too little memory
+    ):
+        save.check_directory()
         planned.shares = _copied(planned.shares, planned.pieces[comm.rank])
 
     def write_own() -> None:
