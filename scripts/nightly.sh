@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything that scripts/test.sh checks, the slow tests on ranks, and those beside other packages (transformers' Trainer,
-# accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM, torchtitan), which it installs. Hours on a small machine.
-# The library for AArch64 is compared under an emulator: that needs g++-aarch64-linux-gnu and qemu-user on PATH.
+# Everything that scripts/test.sh checks, the slow tests on ranks, several hosts, the library for AArch64 under an emulator
+# (which needs g++-aarch64-linux-gnu and qemu-user on PATH), and the tests beside other packages (transformers' Trainer,
+# accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM, torchtitan, verl), which it installs: pinned, then the newest.
+# Hours on a small machine.
 #
 #   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
 cd "$(dirname "$0")/.."
@@ -27,6 +28,7 @@ for default in bfloat16 float64 meta; do
 done
 stage "slow tests on 4 MPI ranks" slow_tests_on_ranks
 stage "AArch64 under an emulator" python scripts/arm_check.py
+scripts/hosts_check.sh "${1:-.venv}"
 scripts/integration.sh "${1:-.venv}"
 scripts/serving.sh "${1:-.venv}-serving"
 scripts/torchtitan.sh "${1:-.venv}-torchtitan"

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "zerocast"
 # Lowest first. A module imports from lower lines or from its own package; the parts on one line
 # never import each other.
 LAYERS = (
-    ("errors",),
+    ("errors", "versions"),
     ("arguments", "safe_files"),
     ("layout",),
     ("numerics",),

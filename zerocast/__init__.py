@@ -76,8 +76,7 @@ from zerocast.recipes import (
 )
 from zerocast.sharded.verification import verify
 from zerocast.tensors import QuantizedTensor, TensorParallelShard, empty, quantize, replace_raw_data
-
-__version__ = "0.1.0"  # pyproject.toml reads it here
+from zerocast.versions import __version__ as __version__
 
 __all__ = [
     "BackendError",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import socket
+import struct
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -17,6 +19,12 @@ from zerocast.comm import Communicator, as_communicator
 
 # Set for every rank by MPICH and Intel MPI, by Open MPI, and by PMIx launchers such as srun.
 MPI_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""What names the network interface of gloo; without it gloo looks up the host's own name."""
+
+SECONDS = 5.0
+"""For a connection to another host."""
 
 
 @contextmanager
@@ -76,19 +84,47 @@ def leave(comm: Communicator) -> None:
 
 
 def common_store(comm: Communicator) -> torch.distributed.Store:
-    """A store of rank 0 that all ranks reach."""
+    """A store of rank 0 that all ranks reach, by an address: hosts need not know each other's
+    names. Makes gloo use the interface by which this rank reaches it.
+    """
     if comm.size == 1:
         return torch.distributed.HashStore()
-    host, store = socket.gethostname(), None
+    own, store = interfaces(), None
     if comm.rank == 0:
-        store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    host, port = comm.all_gather_object((host, store.port if store else None))[0]
-    return store or torch.distributed.TCPStore(host, port, is_master=False)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    offered, port = comm.all_gather_object((list(own), store.port if store else None))[0]
+    there, here = route(offered, port)
+    if here in own:
+        os.environ[INTERFACE] = own[here]
+    return store or torch.distributed.TCPStore(there, port, is_master=False)
+
+
+def interfaces() -> dict[str, str]:
+    """By IPv4 address of this host the network interface that has it, the loopback last; only those
+    of ``GLOO_SOCKET_IFNAME`` where the user sets it.
+    """
+    siocgifaddr, found = 0x8915, {}  # Linux's request for the address of an interface
+    names = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in os.environ[INTERFACE].split(",") if INTERFACE in os.environ else names:
+            with suppress(OSError):  # it has no address
+                asked = struct.pack("256s", name.encode())
+                found[socket.inet_ntoa(fcntl.ioctl(any_socket, siocgifaddr, asked)[20:24])] = name
+    return dict(sorted(found.items(), key=lambda each: each[0].startswith("127.")))
+
+
+def route(addresses: list[str], port: int) -> tuple[str, str]:
+    """The first of another host's ``addresses`` that answers, and this host's that leads there."""
+    for address in addresses:
+        with suppress(OSError), socket.create_connection((address, port), SECONDS) as connection:
+            return address, connection.getsockname()[0]
+    raise ConnectionError(f"no address of rank 0 answers at port {port}: {', '.join(addresses)}")
 
 
 def share_cores(comm: Communicator) -> Communicator:
-    """Give each rank its part of the machine; the ranks are taken to run on one."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.size))
+    """Give each rank its part of its host's cores. Collective."""
+    ranks = comm.all_gather_object(socket.gethostname()).count(socket.gethostname())
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     return comm
 
 

@@ -20,6 +20,7 @@ from itertools import zip_longest
 from zerocast.comm.communicator import Communicator
 from zerocast.comm.failure import name
 from zerocast.errors import InputError, RankMismatchError, ZerocastError
+from zerocast.versions import common_versions
 
 _ERROR_VOTE = 2**31 - 1
 _DIGEST_WORDS = 5
@@ -104,7 +105,8 @@ def lines_that_differ(
 ) -> list[list[str]] | None:
     """Collective: return every rank's ``lines`` if any two ranks' differ; None if all are the same.
 
-    Digests are compared, so it costs one small all-reduce as long as they agree.
+    Digests are compared, so it costs one small all-reduce as long as they agree. The versions that
+    ranks run are compared with them, so every plan, optimizer and checkpoint compares these, too.
 
     Args:
         lines: short texts; ignored where there is an ``error``.
@@ -112,10 +114,16 @@ def lines_that_differ(
 
     Raises:
         ZerocastError: as :func:`raise_together`.
+        RankMismatchError: on every rank, where two run different versions; all are named.
     """
+    lines = [common_versions(), *lines]
     digest = hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") >> 2 for i in range(_DIGEST_WORDS)]
-    return None if _all_same(comm, words, error) else comm.all_gather_object(list(lines))
+    if _all_same(comm, words, error):
+        return None
+    everyone = comm.all_gather_object(lines)
+    _check_versions([versions for versions, *_ in everyone])
+    return [own for _, *own in everyone]
 
 
 def check_same(
@@ -140,6 +148,18 @@ def check_same(
                 raise RankMismatchError(
                     f"{required}: rank 0 has '{first}' where rank {rank} has '{other}'."
                 )
+
+
+def _check_versions(versions: Sequence[str]) -> None:
+    """Raise unless all ranks have the same."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(versions):
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) > 1:
+        found = "; ".join(f"{text} on {name(ranks)}" for text, ranks in ranks_of.items())
+        raise RankMismatchError(
+            f"every rank must run the same versions, got {found}; install the same on all hosts."
+        )
 
 
 def _all_same(comm: Communicator, answers: Sequence[int], error: ZerocastError | None) -> bool:
