@@ -122,7 +122,7 @@ def test_a_copy_can_be_given_back_later(recipe):
     assert kept.quantized_storage.buffers.keys() < made.quantized_storage.buffers.keys()
     with pytest.raises(MissingDataError):
         kept.update_usage(rowwise_usage=True)
-    with pytest.raises(InputError, match="keeps"):
+    with pytest.raises(InputError, match="must keep its"):
         kept.update_usage(columnwise_usage=False)
     made.update_usage(columnwise_usage=False)
     assert not made.quantized_storage.has_columnwise
