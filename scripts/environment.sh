@@ -5,7 +5,10 @@
 #                                   how far the command is
 #   environment DIRECTORY EXTRAS    makes or updates a virtual environment, installs zerocast[EXTRAS] editable into it
 #                                   under constraints.txt, and puts its programs first on PATH
-#   without_skips ARGUMENT...       runs pytest's integration tests, and fails where one of them is skipped, too
+#   environment_of NAME DIRECTORY COMMAND...
+#                                   makes a virtual environment, puts it first on PATH, and fills it by the command
+#   without_skips ARGUMENT...       runs pytest's integration tests, or those of another -m, and fails where one of them
+#                                   is skipped, too
 #
 # PYTHON names the interpreter that an environment is made from; default python3.
 
@@ -60,12 +63,20 @@ without_skips() {
 }
 
 environment() {
-    local directory=$1 extras=$2
-    stage "environment" make_environment "$directory"
-    PATH=$(cd "$directory/bin" && pwd):$PATH
+    enter_environment "environment" "$1"
+    stage "packages" install_packages
+    stage "build" install_zerocast "$2"
+}
+
+environment_of() {
+    enter_environment "environment of $1" "$2"
+    stage "$1" "${@:3}"
+}
+
+enter_environment() {
+    stage "$1" make_environment "$2"
+    PATH=$(cd "$2/bin" && pwd):$PATH
     export PATH
-    stage "packages" install_packages "$extras"
-    stage "build" install_zerocast "$extras"
 }
 
 make_environment() {
@@ -73,8 +84,8 @@ make_environment() {
     if [ -x "$directory/bin/pip" ]; then
         return
     fi
-    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'; then
-        echo "zerocast needs Python 3.10 to 3.13; $python is $("$python" --version 2>&1). Set PYTHON to one of those."
+    if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))'; then
+        echo "zerocast needs Python 3.10 to 3.14; $python is $("$python" --version 2>&1). Set PYTHON to one of those."
         return 1
     fi
     if "$python" -c 'import ensurepip'; then

@@ -156,9 +156,7 @@ class Check:
         """Start ``ranks`` on each of the first ``hosts``."""
         for host in range(hosts):
             found = ["--node-rank", host, "--master-addr", self.first, "--master-port", 29500]
-            self._torchrun(
-                job, host, ["--nnodes", hosts, "--nproc-per-node", ranks, *found], program
-            )
+            self._torchrun(job, host, hosts, ranks, [*found, *program])
 
     def torchrun_by_c10d(self, job: Job, hosts: int, ranks: int, program: Sequence[object]) -> None:
         """The same; hosts find each other, and may come in any order."""
@@ -167,14 +165,13 @@ class Check:
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.first}:29500", "--rdzv-id", 1,
                 "--rdzv-conf", f"is_host={host == 0}", "--local-addr", address,
             ]  # fmt: skip
-            self._torchrun(
-                job, host, ["--nnodes", hosts, "--nproc-per-node", ranks, *found], program
-            )
+            self._torchrun(job, host, hosts, ranks, [*found, *program])
 
     def _torchrun(
-        self, job: Job, host: int, given: Sequence[object], program: Sequence[object]
+        self, job: Job, host: int, hosts: int, ranks: int, given: Sequence[object]
     ) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", *given, *program]
+        of_all = ["--nnodes", hosts, "--nproc-per-node", ranks]
+        command = [sys.executable, "-m", "torch.distributed.run", *of_all, *given]
         job.start(self.hosts.command(host, command), GLOO_SOCKET_IFNAME=INTERFACE)
 
     def mpiexec(self, job: Job, hosts: int, ranks: int, program: Sequence[object]) -> None:

@@ -43,16 +43,9 @@ CELLS = [
     for torch in releases
 ]
 TOOLS = (
-    "hypothesis",
-    "ml_dtypes",
-    "numpy",
-    "packaging",
-    "pytest>=9",
-    "pytest-mpi",
-    "pytest-timeout",
-    "pytest-xdist",
-    "safetensors",
-)
+    "hypothesis", "ml_dtypes", "numpy", "packaging", "pytest>=9",
+    "pytest-mpi", "pytest-timeout", "pytest-xdist", "safetensors",
+)  # fmt: skip
 QUICK = (
     "tests/numerics",
     "tests/tensors",
@@ -101,7 +94,9 @@ def try_cell(cell: str, wheel: Path) -> dict[str, str]:
     row = {"cell": cell, "date": datetime.date.today().isoformat(), "machine": platform.machine()}
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        run(interpreter(wanted_python), "-m", "venv", "environment", cwd=place)
+        done, said = run(interpreter(wanted_python), "-m", "venv", "environment", cwd=place)
+        if not done:
+            raise CannotRun("no environment: " + said.strip().splitlines()[-1])
         python = place / "environment/bin/python"
         torch = "torch" if wanted_torch == NEWEST else f"torch=={wanted_torch}"
         done, said = run(python, "-m", "pip", "install", "-q", wheel, torch, *TOOLS, cwd=place)

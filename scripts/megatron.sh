@@ -14,11 +14,7 @@ install_megatron() {
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }
 
-directory=${1:-.venv-megatron}
-stage "environment of Megatron-Core" make_environment "$directory"
-PATH=$(cd "$directory/bin" && pwd):$PATH
-export PATH
-stage "Megatron-Core" install_megatron
+environment_of "Megatron-Core" "${1:-.venv-megatron}" install_megatron
 for release in 0.17.1 0.18.2 0.19.2; do
     stage "Megatron-Core $release" python -m pip install --quiet --no-compile --no-deps megatron-core==$release
     stage "tests beside Megatron-Core $release" python -m pytest -q -m integration \

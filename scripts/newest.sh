@@ -8,7 +8,7 @@
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
 
-# Name; the packages whose versions are reported; what is installed; with what in front; the tests.
+# Name; the packages whose versions are reported; what is installed; what is installed without its requirements; tests.
 TABLE='
 torch         | torch                                 | torch                      | | tests/tensors tests/cast/test_bitwise_guarantee.py tests/nn/test_compile.py
 transformers  | transformers accelerate peft torchao  | transformers accelerate peft torchao | | tests/integration/test_accelerate.py
@@ -22,7 +22,7 @@ verl          | verl                                  | ray peft pillow tensordi
 skyrl         | skyrl                                 | torch                      | skyrl | tests/integration/test_refit_frameworks.py -k skyrl
 '
 
-# What is installed without its requirements comes last: they may pin an older torch, or ask for a GPU.
+# Requirements are left out where they pin an older torch, or ask for a GPU.
 install_newest() {
     python -m pip install --quiet --no-compile $1 hypothesis ml_dtypes numpy pytest pytest-mpi pytest-timeout \
         safetensors scikit-build-core cmake ninja &&
@@ -30,22 +30,10 @@ install_newest() {
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }
 
-without_skips_of() {
-    local said
-    said=$(python -m pytest -q -m "not mpi and not nightly" "$@" 2>&1) || { printf '%s\n' "$said"; return 1; }
-    printf '%s\n' "$said"
-    ! grep -Eq '[0-9]+ skipped' <<<"$said"
-}
-
 # Run in a process of its own, because a stage that fails ends it.
 try_newest() {
-    local name=$1 installed=$2 alone=$3
-    shift 3
-    directory=.venv-newest-$name
-    stage "environment of $name" make_environment "$directory"
-    PATH=$(cd "$directory/bin" && pwd):$PATH
-    stage "newest $name" install_newest "$installed" "$alone"
-    stage "tests beside $name" without_skips_of "$@"
+    environment_of "newest $1" ".venv-newest-$1" install_newest "$2" "$3"
+    stage "tests beside $1" without_skips -m "not mpi and not nightly" "${@:4}"
 }
 
 BROKEN=()

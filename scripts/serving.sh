@@ -14,10 +14,6 @@ install_readers() {
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }
 
-directory=${1:-.venv-serving}
-stage "environment of readers" make_environment "$directory"
-PATH=$(cd "$directory/bin" && pwd):$PATH
-export PATH
-stage "readers" install_readers
+environment_of "readers" "${1:-.venv-serving}" install_readers
 stage "tests beside readers" without_skips tests/integration/test_vllm.py \
     tests/integration/test_vllm_refit.py tests/export/test_gguf.py "${@:2}"

@@ -13,11 +13,7 @@ install_torchtitan() {
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }
 
-directory=${1:-.venv-torchtitan}
-stage "environment of torchtitan" make_environment "$directory"
-PATH=$(cd "$directory/bin" && pwd):$PATH
-export PATH
-stage "torchtitan" install_torchtitan
+environment_of "torchtitan" "${1:-.venv-torchtitan}" install_torchtitan
 stage "adapter of torchtitan" python -m pytest -q -m "not mpi" tests/adapters/torchtitan \
     "tests/test_readme.py::test_the_python_of_a_page_runs[torchtitan.md]"
 stage "adapter on 4 MPI ranks" env OMP_NUM_THREADS=1 mpiexec -n 4 python -m mpi4py -m pytest -q -x \

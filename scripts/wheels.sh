@@ -30,7 +30,8 @@ build_sdist() {
         mv "$WORK"/zerocast-* "$WORK/source"
 }
 
-# A wheel of the sdist's tree for an architecture; further arguments are settings of CMake.
+# A wheel of the sdist's tree for an architecture; further arguments are settings of CMake. The variable is that by which
+# Python's sysconfig is told another platform than its own.
 build_wheel() {
     local architecture=$1 settings=()
     shift

@@ -37,13 +37,17 @@ def note(tensor: torch.Tensor | None) -> None:
         storages[storage.data_ptr()] = storage.nbytes(), StorageWeakRef(storage)
 
 
-def address(tensor: torch.Tensor | None, found: Callable[..., int] = cpu._address) -> int:
-    """As the backend's own function, which it replaces, and remember the storage."""
+_found_address = cpu._address
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return what the backend's own function returns, and remember the storage.
+
+    It takes that function's place while a process is open, and no longer: it makes objects, which
+    other tests count.
+    """
     note(tensor)
-    return found(tensor)
-
-
-cpu._address = address
+    return _found_address(tensor)
 
 
 class SentMemory:
@@ -92,7 +96,7 @@ class SentMemory:
 
 
 class OtherProcess:
-    """Stands for the library that ctypes loads.
+    """Stands for the library that ctypes loads, from its making to :meth:`close`; one at a time.
 
     Args:
         command: runs the program on a library.
@@ -105,6 +109,7 @@ class OtherProcess:
         if not self.instruction_sets:
             self._ended()
         self.lists: set[int] = set()
+        cpu._address = address
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -132,11 +137,16 @@ class OtherProcess:
             rest = rest[got:]
 
     def _ended(self) -> NoReturn:
-        self.close()
+        self._end()
         raise RuntimeError(f"{self.process.args} ended with {self.process.returncode}.")
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and give the backend its function back."""
+        cpu._address = _found_address
+        storages.clear()
+        self._end()
+
+    def _end(self) -> None:
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()

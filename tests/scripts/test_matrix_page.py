@@ -1,6 +1,7 @@
 """scripts/matrix.py: a cell that cannot run says why, and the page has a line for each cell."""
 
 import json
+import re
 from pathlib import Path
 
 import matrix
@@ -29,3 +30,18 @@ def test_cells_that_are_not_known_are_refused(capsys):
     with pytest.raises(SystemExit):
         matrix.main(["4.0/newest"])
     assert "cells must be of 3.10/2.11.0" in capsys.readouterr().err
+
+
+def test_the_scripts_take_every_python_of_the_table():
+    """README, the classifiers and the check of scripts/environment.sh name the table's Pythons."""
+    minors = [int(cell.split("/")[0].split(".")[1]) for cell in matrix.CELLS]
+    first, last = min(minors), max(minors)
+    texts = {
+        name: (matrix.ROOT / name).read_text()
+        for name in ("README.md", "pyproject.toml", "scripts/environment.sh")
+    }
+    for name in ("README.md", "scripts/environment.sh"):
+        assert f"Python 3.{first} to 3.{last}" in texts[name], name
+    assert f"(3, {first}) <= sys.version_info < (3, {last + 1})" in texts["scripts/environment.sh"]
+    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', texts["pyproject.toml"])
+    assert sorted(map(int, named)) == list(range(first, last + 1))

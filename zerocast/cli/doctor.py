@@ -5,6 +5,7 @@ correct but slower than possible; ``wrong``, which makes the exit code 1.
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
