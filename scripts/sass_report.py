@@ -87,6 +87,7 @@ INSTANCES = {
     "adamw": [""],
     "partial_amax": SHAPES,
     "partial_select": ("false", "true"),
+    "partial_select_flat": ("false", "true"),
     "select": ("false", "true"),
     "compute_scale": [*FP8, *MXFP4, *NVFP4],
     "compute_scale_delayed": ("false", "true"),
@@ -97,8 +98,8 @@ INSTANCES = {
         *(f"{kind}, NearestVec4<{kind[-5:-1]}>, Tile" for kind in DELAYED),
         *(f"NVFP4Numerics, {encoder}, {shape}"
           for encoder in ("NearestVec4<E2M1>", "StochasticVec4") for shape in SHAPES),
-        *(f"FourOverSixNumerics, {encoder}, Tile"
-          for encoder in ("NearestVec4<E2M1>", "StochasticVec4")),
+        *(f"FourOverSixNumerics, {encoder}, {shape}"
+          for encoder in ("NearestVec4<E2M1>", "StochasticVec4") for shape in SHAPES),
     ],
     "partial_amax_cast": [
         *(f"MXNumerics<{fmt}>, 32, {square}"
@@ -400,7 +401,7 @@ def compiled_report(kernel: str, arch: str) -> Report:
 
 # --- bars ---
 
-AMAX, CAST, SELECT = "partial_amax<", "partial_cast", "partial_select"
+AMAX, CAST, SELECT = "partial_amax<", "partial_cast", "partial_select<"
 ONE_PASS = "partial_amax_cast"
 MEMORY_BOUND = rf"{AMAX}|{CAST}<(Float8|MX|Delayed)Numerics<E[45]M"
 HEADROOM = 0.9

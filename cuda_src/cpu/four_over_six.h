@@ -6,8 +6,11 @@
 // one scale and one table, or else one row of as many blocks side by side.
 //
 // Under one scale the codes of a block mean 8 magnitudes. They are made once a block; an element's
-// is looked up, by its code, in a register of them.
+// is looked up, by its code, in a register of them. Blocks of one row have too few elements for
+// that: a lane takes one block, and works out what each of its codes means.
 #pragma once
+
+#include <string.h>
 
 #include "arithmetic/masters.h"
 #include "arithmetic/scaling.h"
@@ -37,6 +40,12 @@ ZEROCAST_FN Float times_plus(Float y, float power, float c) {
 // The errors of the rows inside blocks side by side, 0 of rows that there are not.
 struct RowErrors {
     alignas(64) float map4[ROWS][ACROSS], map6[ROWS][ACROSS];
+
+    // Of the first `rows` rows; the others are 0 from the start.
+    void clear(i64 rows) {
+        memset(map4, 0, rows * sizeof *map4);
+        memset(map6, 0, rows * sizeof *map6);
+    }
 
     // Whether the sum of map4 is the smaller one, of blocks [first, n).
     void choose(i64 first, i64 n, u8* choices) const {
@@ -76,6 +85,14 @@ constexpr u32 places_of_zeros() {
 // elements: no scale that is not subnormal is so far from amax / 4 or amax / 6.
 constexpr float IN_RANGE[] = {4.5f, 7.0f};
 
+ZEROCAST_FN bool all_in_range(const CandidateScales<Native>& scales, Int amax) {
+    Float largest4 = Native::value(amax) * scales.multiplier4;
+    Float largest6 = Native::value(amax) * scales.multiplier6;
+    Int beyond = ~((Int)(largest4 < Native::splat(IN_RANGE[0]))
+                   & (Int)(largest6 < Native::splat(IN_RANGE[1])));
+    return reduce_max<Native>(beyond & 1) == 0;
+}
+
 // What codes mean and elements are multiplied by, of blocks side by side: under map4, then map6.
 struct BlockTables {
     alignas(64) float values[ACROSS][2 * CODES];
@@ -87,11 +104,7 @@ struct BlockTables {
         auto scales = numerics.template candidates<Native>(amax);
         Native::store(&multipliers[0][b], scales.multiplier4);
         Native::store(&multipliers[1][b], scales.multiplier6);
-        Float largest4 = Native::value(amax) * scales.multiplier4;
-        Float largest6 = Native::value(amax) * scales.multiplier6;
-        Int beyond = ~((Int)(largest4 < Native::splat(IN_RANGE[0]))
-                       & (Int)(largest6 < Native::splat(IN_RANGE[1])));
-        in_range[b / W] = reduce_max<Native>(beyond & 1) == 0;
+        in_range[b / W] = all_in_range(scales, amax);
         Float by_code[2 * CODES];
         for (int code = 0; code < CODES; code++) {
             Int codes = Native::splat(code);
@@ -138,6 +151,14 @@ ZEROCAST_FN Float value_at(const float* values, Int place) {
     return found;
 #endif
 }
+
+// The magnitudes of codes, twice, as value_at() reads them.
+alignas(64) inline constexpr float MAGNITUDES[2 * CODES] = {0, .5f, 1, 1.5f, 2, 3, 4, 6,
+                                                            0, .5f, 1, 1.5f, 2, 3, 4, 6};
+
+// For tensor amaxes from the first to below the second, quotients by 6 * scale_max are exact by
+// two multiply-adds: nothing overflows, and no remainder is rounded.
+constexpr float DIVIDES_BY_INVERSE[] = {0x1p-80f, 0x1p110f};
 
 // The codes of WIDTH rows inside a block, or only their signs: a register of each word of a row.
 struct RowCodes {
@@ -194,6 +215,43 @@ struct ErrorNumerics : FourOverSixNumerics {
             codes.words[word] = made;
         }
         return sum;
+    }
+
+    // Of WIDTH blocks of one row, under one of the scales, and their codes without signs; a
+    // register of `x` are the magnitudes of one column of all these blocks. USUAL: no element is
+    // beyond IN_RANGE, and quotients are exact by the inverse.
+    template <int MAP, bool USUAL>
+    ZEROCAST_FN Float errors_of_blocks(Float map, Float multiplier, const Float (&x)[COLS],
+                                       RowCodes& codes) const {
+        Float sum{};
+        for (int word = 0; word < COLS / WORD; word++) {
+            Unsigned made = Unsigned{} - places_of_zeros<MAP>();
+            for (int i = 0; i < WORD; i++) {
+                Float column = x[word * WORD + i];
+                Int place = place_of<MAP, USUAL>(column * multiplier);
+                made += (Unsigned)place << (4 * i);
+                Float value = value_at<MAP>(MAGNITUDES, place) * map * Native::splat(tensor_amax);
+                sum = sum + error<SQUARED, Native>(column, quotient<USUAL>(value));
+            }
+            codes.words[word] = made;
+        }
+        return sum;
+    }
+
+    // Whether errors_of_blocks() may take blocks with these amaxes as usual.
+    ZEROCAST_FN bool is_usual(const CandidateScales<Native>& scales, Int amax) const {
+        return HAS_FMA && tensor_amax >= DIVIDES_BY_INVERSE[0]
+               && tensor_amax < DIVIDES_BY_INVERSE[1] && all_in_range(scales, amax);
+    }
+
+  private:
+    // value / largest. BY_INVERSE follows Markstein, IBM J. Res. Dev. 34 (1990).
+    template <bool BY_INVERSE>
+    ZEROCAST_FN Float quotient(Float value) const {
+        if constexpr (!BY_INVERSE) return Native::divide(value, Native::splat(largest));
+        Float inverse = Native::splat(1.0f / largest), near = value * inverse;
+        Float remainder = Native::fma(near, Native::splat(-largest), value);
+        return Native::fma(remainder, inverse, near);
     }
 };
 

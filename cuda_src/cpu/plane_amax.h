@@ -149,6 +149,37 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
     return reduce_max<Native>(tensor);
 }
 
+// Blocks of 1x16 of rows that are whole blocks: one follows the other through all rows, and none of
+// them is cut or shared.
+constexpr i64 FLAT = 16;
+
+ZEROCAST_FN bool is_flat(const Slots& slots, const Region& region) {
+    const Grid& grid = slots.grid;
+    return grid.block_h == 1 && grid.block_w == FLAT && grid.cols % FLAT == 0 && !slots.shared
+           && region.begin % FLAT == 0 && region.end % FLAT == 0 && region.col == 0
+           && region.col_end >= grid.cols;
+}
+
+// Returns the largest of all.
+template <class T>
+i32 flat_blocks(const CastShard& shard, const T* master, const Slots& slots, const Region& region) {
+    constexpr int W = Native::WIDTH;
+    Native::Int tensor{};
+    i64 end = region.end / FLAT;
+    for (i64 block = region.begin / FLAT; block < end; block += W) {
+        i64 blocks = min_of(W, end - block);
+        Native::Int largest[W] = {};
+        const T* x = master + block * FLAT;
+        for (i64 i = 0; i < blocks; i++) {
+            __builtin_prefetch(x + i * FLAT + region.ahead);
+            largest[i] = raise(largest[i], x + i * FLAT, FLAT);
+        }
+        tensor = Native::max(
+            tensor, flush(largest, blocks, slots.block_amax + block, shard.round_to, false));
+    }
+    return reduce_max<Native>(tensor);
+}
+
 // So many rows, which are read together.
 template <int N>
 struct Rows {
@@ -266,8 +297,13 @@ void raise_amaxes(const CastShard& shard, const T* master, const Region& region,
         return raise_one_block(shard, largest);
     }
     Slots rows{shard.rowwise.grid, shard.rowwise.block_amax, shared};
-    if (!shard.columnwise.codes)
+    if (!shard.columnwise.codes) {
+        if constexpr (SAME<Before, NoUpdate>) {
+            if (is_flat(rows, region))
+                return raise_tensor(shard, flat_blocks(shard, master, rows, region));
+        }
         return raise_tensor(shard, many_blocks(shard, master, rows, region, before));
+    }
     Slots columns{shard.columnwise.grid, shard.columnwise.block_amax, shared};
     i32 tensor;
     if (in_rows_and_columns(shard)) {

@@ -18,6 +18,12 @@ using namespace four_over_six;
 // How many columns ahead whole blocks are asked for: in ROWS rows PREFETCH_AHEAD elements.
 constexpr i64 COLS_AHEAD = PREFETCH_AHEAD / ROWS;
 
+// A constant that a generic function is called with.
+template <bool VALUE>
+struct Flag {
+    static constexpr bool value = VALUE;
+};
+
 // Calls work(numerics) with those of one tensor.
 template <class Work>
 void with_errors(const NumericsTable& table, const CastShard& shard, const Work& work) {
@@ -48,20 +54,22 @@ class PartialSelect {
             return;
         }
         auto open = [&](const Strip& strip) {
-            for (i64 b = 0; b < strip.blocks; b += W) {
-                const i32* amax = shard_.rowwise.block_amax + strip.first_block + b;
-                tables_.make(numerics_, load_some<Int>(amax, strip.blocks - b), b);
-            }
-            memset(&errors_, 0, sizeof errors_);
             cut_ = find(shard_.candidates.cut, shard_.candidates.cuts,
                         strip.first_block / grid_.blocks_w());
             whole_blocks_ = 0;
+            if (cut_ < 0 && grid_.block_h == 1 && grid_.block_w == COLS)
+                whole_blocks_ = (strip.col_end - strip.col) / (W * COLS) * W;
+            for (i64 b = whole_blocks_; b < strip.blocks; b += W)
+                tables_.make(numerics_, block_amaxes(strip, b), b);
+            errors_.clear(grid_.block_h);
         };
         auto work = [&](const Strip& strip, const Panel& panel) {
             if (cut_ < 0 && panel.rows == ROWS && grid_.block_w == COLS)
                 whole_blocks_ = panel.count / (W * COLS) * W;
             for (i64 at = 0; at < whole_blocks_; at += W) {
-                if (tables_.in_range[at / W])
+                if (grid_.block_h == 1)
+                    select_flat_blocks(strip, at, panel.element + at * COLS);
+                else if (tables_.in_range[at / W])
                     select_blocks<true>(strip, at, panel.element + at * COLS);
                 else
                     select_blocks<false>(strip, at, panel.element + at * COLS);
@@ -94,9 +102,12 @@ class PartialSelect {
     i64 cut_;           // the strip's place among the rows of blocks that are cut, or -1
     i64 whole_blocks_;  // so many of the strip's, its first, went by select_blocks()
     BlockTables tables_;
-    RowErrors errors_;
+    RowErrors errors_{};
 
     u8* choices(const Strip& strip) const { return shard_.candidates.choices + strip.first_block; }
+    Int block_amaxes(const Strip& strip, i64 b) const {
+        return load_some<Int>(shard_.rowwise.block_amax + strip.first_block + b, strip.blocks - b);
+    }
 
     // The codes of a region, as far as they are cast.
     void cast(Region region) const {
@@ -158,6 +169,43 @@ class PartialSelect {
                 plane_.put(element + (rows * W + r) * grid_.cols, row);
             }
         }
+    }
+
+    // The same of WIDTH whole blocks of one row, which is this rank's.
+    ZEROCAST_FN void select_flat_blocks(const Strip& strip, i64 at, i64 element) {
+        const T* x = master_ + element;
+        Float columns[COLS];
+        for (int i = 0; i < COLS; i++) {
+            __builtin_prefetch(x + i * W + PREFETCH_AHEAD);
+            // Lane l of column c is element c of block l: the rows that are transposed are blocks.
+            columns[i % (COLS / W) * W + i / (COLS / W)] = rounded(x + i * W);
+        }
+        for (int c = 0; c < COLS; c += W) transpose_lanes<Native>(columns + c);
+        RowCodes signs = take_signs(columns), map4, map6;
+        Int amaxes = block_amaxes(strip, at);
+        auto scales = numerics_.template candidates<Native>(amaxes);
+        Float errors4, errors6;
+        auto measure = [&](auto usual) {
+            constexpr bool USUAL = decltype(usual)::value;
+            errors4 = numerics_.template errors_of_blocks<0, USUAL>(scales.map4, scales.multiplier4,
+                                                                    columns, map4);
+            errors6 = numerics_.template errors_of_blocks<1, USUAL>(scales.map6, scales.multiplier6,
+                                                                    columns, map6);
+        };
+        if (numerics_.is_usual(scales, amaxes))
+            measure(Flag<true>{});
+        else
+            measure(Flag<false>{});
+        Int chosen = errors4 < errors6 ? Native::splat(1) : Native::splat(0);
+        store_some(choices(strip) + at, __builtin_convertvector(chosen, Native::Bytes), W);
+        if (element < whole_.begin || element >= whole_.end) return;
+        Unsigned words[COLS / WORD];
+        for (int i = 0; i < COLS / WORD; i++)
+            words[i] = (chosen != 0 ? map4.words[i] : map6.words[i]) | signs.words[i];
+        typedef typename IndicesTo<W>::Type All;
+        Unsigned row[] = {interleaved<0>(words[0], words[1], All{}),
+                          interleaved<1>(words[0], words[1], All{})};
+        plane_.put(element, row);
     }
 
     // Leaves the magnitudes of elements, and returns the signs as their codes have them.

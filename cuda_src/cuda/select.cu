@@ -1,7 +1,8 @@
 // select: 4-over-6, the choices in rows of blocks that ranks share, from the exchanged errors and
 // elements; the same on every rank.
 //
-// A lane takes one row inside a block, and the sixteen lanes of a block add up their rows.
+// A lane takes one row inside a block, and the sixteen lanes of a block add up their rows, of which
+// blocks of 1x16 have one.
 #include "cuda/four_over_six.h"
 #include "cuda/planes.h"
 
@@ -29,9 +30,9 @@ static ZEROCAST_FN void select_blocks(const CastShard& shard, const PlaneTile& t
     const Candidates& candidates = shard.candidates;
     i64 blocks_w = grid.blocks_w(), block_row = candidates.cut[tile.row];
     i64 b = tile.col + threadIdx.x / CHOICE_SIDE, r = threadIdx.x % CHOICE_SIDE;
-    i64 row = block_row * CHOICE_SIDE + r, block = block_row * blocks_w + b;
+    i64 row = block_row * grid.block_h + r, block = block_row * blocks_w + b;
     Errors<Scalar> errors{};
-    if (b < blocks_w && row < grid.rows) {
+    if (b < blocks_w && r < grid.block_h && row < grid.rows) {
         float* stored = candidates.errors_of(grid, tile.row, r) + 2 * b;
         i64 col = b * CHOICE_SIDE, width = grid.cols - col;
         i64 segment = find(candidates.segments, candidates.segment_count, row * grid.cols + col);

@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
     """Its fields are named on both sides."""
     train(2, "delayed", "--alike", "--steps", 2, "--save", tmp_path)
     (tmp_path / "delayed").rename(tmp_path / "delayed-margin")
-    said = "was saved under one of margin 0, and the weight's is of margin 1; make the model"
+    said = "was saved under one of margin 0, and the weight's is of margin 1; build the model"
     with pytest.raises(AssertionError, match=said):
         train(2, "delayed-margin", "--alike", "--steps", 2, "--load", tmp_path)
 

@@ -166,10 +166,11 @@ def chosen(
     cols: int,
     cuts: list[int],
     master: Callable[[int, int], torch.Tensor],
+    height: int = 16,
     **options: bool,
 ) -> Subject:
     """Choices under 4-over-6 of ranks between whom the weight is cut."""
-    scheme = nvfp4(rows, cols, NVFP4Numerics(four_over_six=error))
+    scheme = nvfp4(rows, cols, NVFP4Numerics(four_over_six=error), height)
     extents = [Extent(*ends) for ends in zip([0, *cuts], [*cuts, rows * cols], strict=True)]
 
     return drawn(scheme, extents, lambda: master(rows, cols), **options)
@@ -330,6 +331,9 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "4-over-6, whole, cast": chosen("mae", 16, 8192, [], near_ties, reads_once=True),
     "4-over-6, anywhere": chosen("mse", 70, 528, [33 * 528], unaligned, reads_once=True),
+    "4-over-6, flat": chosen(
+        "mse", 70, 1030, [1037, 40_001, 40_005], normal, height=1, reads_once=True
+    ),
     "copied codes": copied_codes,
     "adamw": updated,
     "digests": digested,

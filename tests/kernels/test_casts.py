@@ -97,7 +97,6 @@ SCHEMES = {
     "any planes": any_planes,
     "transposed repeats": transposed_repeats,
     "nvfp4-256": partial(nvfp4, numerics=NVFP4Numerics(scale_max=256)),
-    "nvfp4-1x16-4over6": partial(nvfp4, numerics=FOUR_OVER_SIX[0], height=1),
     "nvfp4-1x16-drawn": partial(nvfp4, numerics=DRAWN, height=1),
 }
 FLUSHED = ("nvfp4", "current", "e5m2", "powers of two")
@@ -311,17 +310,18 @@ def named(draw: st.DrawFn, names: Sequence[str]) -> Scheme:
 
 
 PLACES = ((0, 0), (2**34 - 64, 0), (2**34 - 640, 0), (48, 0), (48, 96), (16, 2**33), (2, 38))
-CPU_ONLY = ("any planes", "nvfp4-1x16-4over6")
+CPU_ONLY = ("any planes",)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numerics", FOUR_OVER_SIX, ids=str)
-def test_many_whole_blocks_that_choose_between_two_scales(numerics, kind):
+@pytest.mark.parametrize("height", [16, 1])
+def test_many_whole_blocks_that_choose_between_two_scales(height, numerics, kind):
     """Beside blocks of magnitudes that a scale so small that it is subnormal leaves far above 6,
     ragged blocks, and blocks that ranks share; cast while they choose, or afterwards.
     """
     rows, cols = 72, 600
-    scheme = Scheme(numerics, ScaleLayout(BlockGrid(rows, cols, 16, 16)))
+    scheme = Scheme(numerics, ScaleLayout(BlockGrid(rows, cols, height, 16)))
     cut = 33 * cols + 7
     master = draw_values(kind, rows * cols, 3).reshape(rows, cols)
     fading = master.clone()

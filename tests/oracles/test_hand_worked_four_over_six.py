@@ -17,17 +17,23 @@ from zerocast.recipes import NVFP4BlockScaling
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-def recipe(mode: str = "MAE", use_256: str = "none") -> NVFP4BlockScaling:
-    """4-over-6 for weights."""
+def recipe(mode: str = "MAE", use_256: str = "none", flat: bool = False) -> NVFP4BlockScaling:
+    """4-over-6 for weights, in 16x16 blocks or in 1x16."""
     return NVFP4BlockScaling(
-        nvfp4_4over6="weights", nvfp4_4over6_err_mode=mode, nvfp4_4over6_e4m3_use_256=use_256
+        nvfp4_4over6="weights",
+        nvfp4_4over6_err_mode=mode,
+        nvfp4_4over6_e4m3_use_256=use_256,
+        disable_2d_quantization=flat,
     )
 
 
 def second_block(row: list[float], mode: str = "MAE") -> tuple[int, list[int]]:
     """The stored scale and the codes of ``row``, filled up with zeros, beside 2688."""
     x = torch.tensor([[2688.0] + [0.0] * 15 + row + [0.0] * (16 - len(row))])
+    flat = zerocast.quantize(x, recipe(mode, flat=True), dtype=torch.float32)
     weight = zerocast.quantize(x, recipe(mode), dtype=torch.float32)
+    for plane in ("rowwise_scale_inv", "rowwise_data"):  # equal, in a matrix of one row
+        assert torch.equal(getattr(flat, plane)[:1], getattr(weight, plane)[:1])
     assert weight.rowwise_scale_inv[0, 0] == 0x7E  # base is 448, and so is its half more, capped
     codes = unpack_nibbles(weight.rowwise_data, 32)[0, 16 : 16 + len(row)].tolist()
     return int(weight.rowwise_scale_inv[0, 1]), codes
@@ -91,6 +97,22 @@ def test_a_block_of_rows_decides_as_one():
     x[0, 20] = 1.0  # one more element that map4 misses by 0.25 makes it even: 1 against 1
     weight = zerocast.quantize(x, recipe(), dtype=torch.float32)
     assert weight.rowwise_scale_inv[:2, 1].tolist() == [0x38, 0x38]
+
+
+def test_blocks_of_one_row_decide_by_themselves():
+    """The rows of the test above: map6 is exact in the first, map4 in the second."""
+    x = torch.zeros(2, 32)
+    x[0, 0] = 2688.0
+    x[0, 16:20] = torch.tensor([6.0, 4.0, 3.0, 1.0])
+    x[1, 16:20] = torch.tensor([6.0, 4.5, 2.25, 0.75])
+    weight = zerocast.quantize(x, recipe(flat=True), dtype=torch.float32)
+    assert weight.rowwise_scale_inv[:2, 1].tolist() == [0x38, 0x3C]
+    assert torch.equal(weight.dequantize(torch.float32), x)
+    # The columnwise copy has them of the columns: of a matrix whose first columns are these rows.
+    turned = torch.zeros(32, 16)
+    turned[:, :2] = x.T
+    copy = zerocast.quantize(turned, recipe(flat=True), dtype=torch.float32).columnwise_scale_inv
+    assert torch.equal(copy[:2, :2], weight.rowwise_scale_inv[:2, :2])
 
 
 def near_ties(mode: str, scale_max: int, pairs: int) -> torch.Tensor:

@@ -125,16 +125,19 @@ def test_nvfp4_in_one_dimension_equals_the_scalar_oracle(master, dtype):
 
 
 @PROPERTY
-@given(matrices((16, 48, 80)), DTYPES, st.sampled_from(["mae", "mse"]), FLAGS)
-def test_four_over_six_equals_the_scalar_oracle(master, dtype, mode, use_256):
-    """Every block's choice, by either error, under either maximum."""
+@given(matrices((16, 48, 80)), DTYPES, st.sampled_from(["mae", "mse"]), FLAGS, FLAGS)
+def test_four_over_six_equals_the_scalar_oracle(master, dtype, mode, use_256, one_dimension):
+    """Every block's choice, by either error, under either maximum, in blocks of either height."""
     recipe = NVFP4BlockScaling(
         nvfp4_4over6="weights",
         nvfp4_4over6_err_mode=mode,
         nvfp4_4over6_e4m3_use_256="all" if use_256 else "none",
+        disable_2d_quantization=one_dimension,
     )
-    rounded, scale_max = name_of(dtype, recipe), 256 if use_256 else 448
-    expected = scalar_nvfp4.nvfp4(master.numpy(), rounded, 16, scale_max=scale_max, mode=mode)
+    height, scale_max = 1 if one_dimension else 16, 256 if use_256 else 448
+    expected = scalar_nvfp4.nvfp4(
+        master.numpy(), name_of(dtype, recipe), height, scale_max=scale_max, mode=mode
+    )
     check(master, recipe, dtype, expected)
 
 
@@ -149,7 +152,6 @@ def test_stochastic_rounding_equals_the_scalar_oracle(
     master, dtype, one_dimension, four_over_six, seed, name_hash, step
 ):
     """Any seed, any name, any step, of which 32 bits count; with 4-over-6 or 1x16 blocks, too."""
-    four_over_six = four_over_six and not one_dimension
     recipe = NVFP4BlockScaling(
         fp4_quant_fwd_weight=QParams(
             stochastic_rounding=True, fp4_2d_quantization=not one_dimension

@@ -252,10 +252,6 @@ REFUSED = [
      "nvfp4_4over6 must be 'none', 'weights', 'activations' or 'all', got {!r}."),
     (InputError, NVFP4BlockScaling, "nvfp4_4over6_err_mode", ["max"],
      "nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {!r}."),
-    (InputError, partial(NVFP4BlockScaling, nvfp4_4over6="weights"),
-     "disable_2d_quantization", [True],
-     "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D quantization; "
-     "change one of them."),
     (InputError, QParams, "scale_formula", ["amax / 448"],
      "scale_formula must be 'reciprocal', 'quotient' or 'inverse first', got {!r}."),
     (InputError, partial(Float8CurrentScaling, use_power_2_scales=True), "fp8_quant_fwd_weight",

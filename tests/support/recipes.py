@@ -50,6 +50,7 @@ RECIPES: dict[str, Recipe] = {
 NOT_SHARDABLE: dict[str, Recipe] = {
     "block-1x128": Float8BlockScaling(w_block_scaling_dim=1),
     "nvfp4-1x16": NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4-4over6-1x16": NVFP4BlockScaling(nvfp4_4over6="weights", disable_2d_quantization=True),
 }
 """Those whose columnwise copy is cast from the transposed tensor: sharded casts make none."""
 
@@ -83,6 +84,12 @@ VARIANTS: dict[str, Recipe] = {
     "nvfp4-4over6-mse-256": four_over_six("MSE", "weights"),
     "nvfp4-4over6-mae-448": four_over_six("MAE", "none"),
     "nvfp4-4over6-mse-448": four_over_six("MSE", "none"),
+    "nvfp4-4over6-mse-448-1x16": NVFP4BlockScaling(
+        nvfp4_4over6="weights",
+        nvfp4_4over6_err_mode="MSE",
+        nvfp4_4over6_e4m3_use_256="none",
+        disable_2d_quantization=True,
+    ),
     "nvfp4-4over6-drawn": NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, nvfp4_4over6="weights"),
     "nvfp4-seeded": NVFP4BlockScaling(fp4_quant_fwd_weight=DRAWN, seed=2**63 + 5),
 }

@@ -94,11 +94,6 @@ class NVFP4BlockScaling(Recipe):
                 f"4-over-6 is for weights: it reads the tensor once more, got "
                 f"nvfp4_4over6={self.nvfp4_4over6!r}; choose 'weights' or 'none'."
             )
-        if self.chooses_scales and self._has_flat_blocks:
-            raise InputError(
-                "4-over-6 needs weights in 16x16 blocks, got nvfp4_4over6='weights' without 2-D "
-                "quantization; change one of them."
-            )
         mode = self.nvfp4_4over6_err_mode
         if not isinstance(mode, str) or mode.upper() not in ("MAE", "MSE"):
             raise InputError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {mode!r}.")

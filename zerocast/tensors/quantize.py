@@ -7,6 +7,7 @@ no reduction between ranks. It defines the result that a sharded cast must equal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -196,7 +197,7 @@ def quantize_into(
     sources: list[torch.Tensor] = []
     operands: list[tuple[QuantizedStorage, TensorOperand]] = []
     for matrix, values, own in zip(matrices, master, amax.view(len(matrices), slots), strict=True):
-        extent, candidates = Extent(0, values.numel()), _candidates(matrix)
+        extent, candidates = Extent(0, values.numel()), _candidates(matrix, matrix.grid)
         amaxes = Amaxes.whole(matrix, own)
         operand = tensor_operand(
             matrix, len(sources), extent, amaxes, candidates=candidates, advances=advances
@@ -206,6 +207,7 @@ def quantize_into(
         for plane in matrix.planes:
             if plane.source is Source.TRANSPOSED_MASTER:
                 operand = transposed_operand(matrix, plane, len(sources), own)
+                operand = replace(operand, candidates=_candidates(matrix, operand.grid))
                 operands.append((matrix, operand))
                 sources.append(_transposed(values, operand.grid))
     masters = Masters(len(sources))
@@ -229,14 +231,13 @@ def quantize_into(
     return amax
 
 
-def _candidates(storage: QuantizedStorage) -> FourOverSixErrors | None:
-    """Return the errors by which blocks of a whole weight choose scales, or None."""
+def _candidates(storage: QuantizedStorage, grid: BlockGrid) -> FourOverSixErrors | None:
+    """Return the errors by which the blocks of a whole matrix choose scales, or None."""
     if not storage.recipe.chooses_scales:
         return None
-    uncut = SharedBlocks()
-    words = FourOverSixErrors.words(storage.grid, uncut)
+    words = FourOverSixErrors.words(grid, SharedBlocks())
     buffer = BufferSpec((words,), torch.int32).allocate(storage.device)
-    return FourOverSixErrors.carve(buffer, storage.grid, uncut)
+    return FourOverSixErrors.carve(buffer, grid, SharedBlocks())
 
 
 def reduce_shared(storage: QuantizedStorage, amax: torch.Tensor) -> None:

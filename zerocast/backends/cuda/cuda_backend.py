@@ -111,11 +111,13 @@ class CudaBackend(ReferenceBackend):
         self, numerics: NVFP4Numerics, operands: Operands, masters: Masters
     ) -> Launch:
         fields = tables.numerics_fields(numerics, self.name)
-        kernel = Kernel("partial_select", THREADS, _squared(numerics))
         shards = [shard for shard in operands if shard.extent]
         for shard in shards:
             _check_choosing(shard.grid)
             _check_whole_bytes(shard.grid.cols)
+        is_flat = all(shard.grid.block_h == 1 for shard in shards)  # as one recipe's blocks are
+        name = "partial_select_flat" if is_flat else "partial_select"
+        kernel = Kernel(name, THREADS, _squared(numerics))
         cuts = Cuts.of(((tiling.shard_tiles, s.grid, s.extent),) for s in shards)
         return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 
@@ -318,10 +320,10 @@ def _squared(numerics: NVFP4Numerics) -> tuple[str]:
 
 
 def _check_choosing(grid: BlockGrid) -> None:
-    if (grid.block_h, grid.block_w) != (16, 16):
+    if (grid.block_h, grid.block_w) not in ((16, 16), (1, 16)):
         raise BackendError(
-            f"the cuda backend chooses scales of 16x16 blocks, got {grid}; cast this weight under "
-            "use_backend('reference')."
+            f"the cuda backend chooses scales of blocks of 16x16 and 1x16, got {grid}; cast this "
+            "weight under use_backend('reference')."
         )
 
 
