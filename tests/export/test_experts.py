@@ -91,6 +91,7 @@ def projection(whole: torch.nn.ModuleDict, name: str) -> tuple[torch.Tensor, Ext
         ("mxfp8", "modelopt/mxfp8"),
         ("current", "compressed-tensors/fp8-tensor"),
         ("rowwise", "compressed-tensors/fp8-channel"),
+        ({"experts": "mxfp4", "*": "block"}, "deepseek/v4"),
     ],
 )
 def test_the_bytes_of_experts_are_those_that_they_were_trained_with(recipe, dialect, tmp_path):

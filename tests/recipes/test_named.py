@@ -10,7 +10,7 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError
-from zerocast.recipes import RECIPES, QParams, as_recipe, recipe_from_text
+from zerocast.recipes import NAMED, RECIPES, QParams, as_recipe, recipe_from_text, short_name
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -21,6 +21,27 @@ def test_a_name_stands_for_the_scheme_with_its_defaults(name):
     assert as_recipe(recipe) is recipe
 
 
+VARIANTS = [name for name in NAMED if name not in RECIPES]
+
+
+def test_variants_are_the_recipes_of_checkpoints():
+    """FP8 is that of the dialects of these names. NVFP4 chooses between two scales, of which the
+    largest is 256, by the mean absolute error; or has blocks of 1x16, to nearest.
+    """
+    for name in VARIANTS:
+        assert (short_name(NAMED[name]), as_recipe(name)) == (name, NAMED[name])
+        if name.startswith("fp8"):
+            assert zerocast.export.DIALECTS[f"compressed-tensors/{name}"].recipe is NAMED[name]
+    for name, block in {"nvfp4-4over6": (16, 16), "nvfp4-4over6-1x16": (1, 16)}.items():
+        numerics = NAMED[name].numerics
+        assert (numerics.scale_max, numerics.four_over_six) == (256, "mae")
+        assert NAMED[name].block == block
+    assert NAMED["nvfp4-1x16"].block == (1, 16)
+    flat = NAMED["nvfp4-1x16"].numerics
+    assert flat == zerocast.export.DIALECTS["compressed-tensors/nvfp4"].recipe.numerics
+    assert short_name(zerocast.NVFP4BlockScaling()) == "NVFP4BlockScaling()"
+
+
 @pytest.mark.parametrize("given", ["nvfp5", "", None, 4, ["nvfp4"], zerocast.NVFP4BlockScaling])
 def test_an_unknown_name_is_answered_with_the_known_ones(given):
     """A class and other types, too."""
@@ -28,7 +49,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones(given):
         as_recipe(given)
     assert str(raised.value) == (
         f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
-        f"('delayed', 'current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4'), got {given!r}."
+        f"('delayed', 'current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4', 'nvfp4-4over6', "
+        f"'nvfp4-1x16', 'nvfp4-4over6-1x16', 'fp8-tensor', 'fp8-channel', 'fp8-block'), "
+        f"got {given!r}."
     )
 
 

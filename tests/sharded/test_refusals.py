@@ -174,9 +174,9 @@ def test_a_recipe_that_casts_the_transpose_is_refused():
     recipe, model = VARIANTS["nvfp4-1x16"], Bank((48,))
     convert = zerocast.nn.convert
     assert message_of(InputError, convert, model, recipe, weights="master") == (
-        "a weight that is all-gathered in codes needs a recipe whose columnwise copy follows from "
-        f"shards of the master, got {recipe}, which casts the transposed tensor; choose 2-D blocks "
-        "for weights."
+        "the weight of a linear layer that is all-gathered in codes needs a recipe whose "
+        "columnwise copy follows from shards of the master, got nvfp4-1x16 for layers.0, which "
+        "casts the transposed tensor; choose 2-D blocks for weights."
     )
     assert type(model.layers[0]) is torch.nn.Linear
 

@@ -7,7 +7,7 @@ import torch
 
 from zerocast.lab.costs import MODELS, StepOptions, compare_gathers
 from zerocast.lab.costs.cost_tables import as_json, tables
-from zerocast.recipes import RECIPES
+from zerocast.recipes import NAMED
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = ", ".join(MODELS)
     parser.add_argument("model", metavar="MODEL", help=f"{named}, or a config.json of transformers")
     add = parser.add_argument
-    add("--recipe", default="nvfp4", choices=list(RECIPES), help="of the weights (nvfp4)")
+    add("--recipe", default="nvfp4", choices=list(NAMED), help="of the weights (nvfp4)")
     add("--dp", default=[1024], type=numbers, metavar="N,...", help="data-parallel ranks (1024)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
     add("--rank", type=int, default=0, help="which data-parallel rank (0)")

@@ -14,9 +14,8 @@ import torch
 from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section, TensorScale
 from zerocast.recipes import (
+    NAMED,
     Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
     MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -73,10 +72,8 @@ _FP8_EXPERTS, _FP4_EXPERTS = {"expert_dtype": "fp8"}, {"expert_dtype": "fp4"}
 _PER_TOKEN = _arguments(8, "token", dynamic=True)
 _NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
 _MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
-_QUOTIENT = QParams(scale_formula="quotient")
-_ONE_SCALE = Float8CurrentScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
-_ONE_SCALE_A_ROW = Float8RowwiseScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
-_ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_QUOTIENT)
+_ONE_SCALE, _ONE_SCALE_A_ROW = NAMED["fp8-tensor"], NAMED["fp8-channel"]
+_ANY_BLOCK_SCALE: Any = NAMED["fp8-block"]
 # The lower bounds of the amax in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
 _DEEPGEMM = QParams(scale_formula="quotient", amax_epsilon=1e-4)
 _TRITON = QParams(scale_formula="inverse first", amax_epsilon=1e-10)

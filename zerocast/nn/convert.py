@@ -24,12 +24,13 @@ from zerocast.nn.included import (
 from zerocast.nn.layer_filter import Filter
 from zerocast.nn.linear import Linear, master_parameter, quantized_parameter
 from zerocast.nn.quantized_module import QuantizedModule
+from zerocast.nn.recipe_patterns import Recipes
 from zerocast.nn.reports import Coverage, check_initialized, coverage
 from zerocast.nn.saved_state import reserve_state
 from zerocast.nn.traced_layer import new_handle
-from zerocast.recipes import Recipe, as_recipe
+from zerocast.recipes import Recipe, short_name
 from zerocast.sharded.amax_group import AmaxGroup
-from zerocast.sharded.report import note_reason
+from zerocast.sharded.report import grouped_names, note_reason
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.wrapped_names import named_modules
 
@@ -39,7 +40,7 @@ class ConversionReport:
     """The result of :func:`convert`.
 
     Attributes:
-        recipe: the scheme of the converted weights.
+        recipes: the recipe of each converted layer and weight, by its name.
         converted: the fully qualified names of the layers that are quantized now.
         left: the names of the ``torch.nn.Linear`` layers that stay as they are, and of included
             weights that do, each with the reason.
@@ -51,7 +52,7 @@ class ConversionReport:
             each group.
     """
 
-    recipe: Recipe
+    recipes: dict[str, Recipe]
     converted: tuple[str, ...]
     left: dict[str, str]
     coverage: Coverage | None = None
@@ -59,18 +60,29 @@ class ConversionReport:
     amax_groups: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
-        layers = len(self.converted) + len(self.left)
-        head = f"{len(self.converted)} of {layers} linear layers converted, with {self.recipe}"
+        parameters = self.coverage.parameters if self.coverage else ()
+        others = {each.name for each in parameters if not each.is_linear}
+        layers = len(self.converted) + sum(name not in others for name in self.left)
+        by_recipe: dict[str, list[str]] = {}
+        for name, given in self.recipes.items():
+            by_recipe.setdefault(short_name(given), []).append(name)
+        head = f"{len(self.converted)} of {layers} linear layers converted"
+        if len(by_recipe) == 1:
+            head += f", with {next(iter(by_recipe))}"
         if self.included:
             head += f", and {len(self.included)} weights of other modules"
         if self.amax_groups:
             head += f"; {len(self.amax_groups)} groups of weights share a tensor amax"
-        return head if self.coverage is None else f"{head}\n{self.coverage}"
+        lines = [head]
+        for recipe, names in by_recipe.items() if len(by_recipe) > 1 else ():
+            alike = ", ".join(pattern for pattern, _ in grouped_names(names))
+            lines.append(f"  {len(names)} with {recipe}: {alike}")
+        return "\n".join(lines if self.coverage is None else [*lines, str(self.coverage)])
 
 
 def convert(
     model: torch.nn.Module,
-    recipe: Recipe | str,
+    recipe: Recipes,
     *,
     weights: str = "quantized",
     filter_fqns: Filter = (),
@@ -90,7 +102,13 @@ def convert(
 
     Args:
         model: any module, the Linear itself included.
-        recipe: the scheme, or its name.
+        recipe: the scheme, or its name. Or a mapping of patterns of fully qualified names, with
+            ``*`` and ``?``, to recipes, names of recipes, or None, which leaves a layer as it is:
+            ``{"*.experts.*": "nvfp4-4over6", "lm_head": None, "*": "mxfp8"}``. The first pattern
+            that fits a layer's name decides; without one the layer stays as it is. A pattern other
+            than ``*`` converts stacks of matrices (experts), too, by the names of parameters and
+            their modules (:mod:`zerocast.nn.recipe_patterns`). Every pattern but ``*`` must
+            decide for something.
         weights: ``"quantized"``: the parameters themselves hold codes; ``"high_precision"``: they
             stay as they are, and are quantized by each forward under :class:`zerocast.autocast`;
             ``"master"``: they stay in high precision, sharded by torch's ``fully_shard``, and are
@@ -136,14 +154,13 @@ def convert(
     check_include(include)
     if weights == "master" and not low_bit_all_gather:
         weights, include = "high_precision", ()
-    recipe = as_recipe(recipe)
     check_initialized(check_module("model", model))
     decision = decide(model, recipe, weights, filter_fqns, include, amax_groups)
     if strict:
         decision.check_strict()
     _apply(decision, model)
     return ConversionReport(
-        recipe,
+        {each.name: present(each.recipe) for each in decision.converted},
         tuple(each.name for each in decision.converted if each.is_linear),
         decision.left,
         coverage(model),
@@ -175,9 +192,10 @@ def _apply(decision: Decision, model: torch.nn.Module) -> None:
             continue
         layer.low_bit_all_gather = decision.weights == "master"
         layer.amax_group = None
-        if decision.weights == "master" and decision.recipe.state:
+        recipe = present(each.recipe)
+        if decision.weights == "master" and recipe.state:
             reserve_state(layer)
-        label = decision.labels.get(old) if decision.recipe.scales_tensor else None
+        label = decision.labels.get(old) if recipe.scales_tensor else None
         if decision.weights == "master" and label is not None:
             layer.amax_group = groups.setdefault(label, AmaxGroup(dissolves=decision.is_auto))
             layer.amax_group.layers += [layer] if is_first else []
@@ -204,7 +222,7 @@ def _as_linear(module: torch.nn.Module) -> Linear:
 
 def _replacement(each: Candidate, old: torch.Tensor, decision: Decision) -> torch.nn.Parameter:
     """Return what takes the place of the parameter ``old``, with its attributes and gradient."""
-    recipe, name = recipe_of(old, decision.recipe), each.places[0][0]
+    recipe, name = recipe_of(old, present(each.recipe)), each.places[0][0]
     if decision.weights == "master":
         new = master_parameter(old, recipe, name=name, for_linear=each.is_linear)
     else:

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.cast.amax_groups import Groups, check_patterns, is_auto
 from zerocast.errors import InputError
-from zerocast.layout import Source
 from zerocast.nn.grouped import group_labels
 from zerocast.nn.included import (
     ParameterPlace,
     check_not_replaced,
     included_weights,
+    names_of,
     places,
+    reached_weights,
     why_not_included,
     why_not_weight,
 )
 from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
-from zerocast.recipes import Recipe
+from zerocast.nn.linear import check_gathered
+from zerocast.nn.recipe_patterns import RecipePatterns, Recipes
+from zerocast.recipes import Recipe, short_name
 from zerocast.tensors.wrapped_names import named_modules
 
 
@@ -34,6 +38,7 @@ class Candidate:
         weight: the parameter; None where the layer computes it.
         places: the modules that have it: of a linear layer, this one alone.
         is_linear: whether it is that of a linear layer.
+        recipe: by which it is quantized; None where ``why_left`` says that it has none.
         why_left: the reason why it stays as it is; None where it is converted.
         is_wanted: whether it was to be converted, so that ``strict`` asks for it.
     """
@@ -42,6 +47,7 @@ class Candidate:
     weight: torch.Tensor | None
     places: list[ParameterPlace]
     is_linear: bool
+    recipe: Recipe | None
     why_left: str | None
     is_wanted: bool = True
 
@@ -51,13 +57,12 @@ class Decision:
     """The result of :func:`decide`.
 
     Attributes:
-        recipe, weights: as given.
+        weights: as given.
         candidates: those of linear layers first.
         labels: the label of the amax group of each converted weight that is in one.
         is_auto: whether the groups are those that servers are known to fuse.
     """
 
-    recipe: Recipe
     weights: str
     candidates: list[Candidate]
     labels: dict[torch.Tensor, str]
@@ -77,8 +82,8 @@ class Decision:
     def amax_groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the members of each group, where the recipe has a scale of the tensor."""
         groups: dict[str, list[str]] = {}
-        for each in self.converted if self.recipe.scales_tensor else ():
-            if each.weight in self.labels:
+        for each in self.converted:
+            if each.weight in self.labels and present(each.recipe).scales_tensor:
                 groups.setdefault(self.labels[each.weight], []).append(each.name)
         return tuple(map(tuple, groups.values()))
 
@@ -100,7 +105,7 @@ class Decision:
 
 def decide(
     model: torch.nn.Module,
-    recipe: Recipe,
+    recipe: Recipes,
     weights: str,
     filter_fqns: Filter,
     include: Sequence[str],
@@ -116,11 +121,12 @@ def decide(
             f"weights must be 'quantized' (the parameters hold codes), 'high_precision' (they are "
             f"quantized under autocast) or 'master' (FSDP2 gathers them in codes), got {weights!r}."
         )
-    if weights == "master" and recipe.columnwise_source is Source.TRANSPOSED_MASTER:
+    patterns = RecipePatterns(recipe)
+    if weights == "high_precision" and patterns.are_given:
         raise InputError(
-            "a weight that is all-gathered in codes needs a recipe whose columnwise copy follows "
-            f"from shards of the master, got {recipe}, which casts the transposed tensor; choose "
-            "2-D blocks for weights."
+            "patterns of names in recipe need weights that hold codes (weights='quantized') or are "
+            "gathered in codes ('master'), got weights='high_precision', under which autocast has "
+            "one recipe for all layers; give one recipe, and leave layers out by filter_fqns."
         )
     layer_filter = LayerFilter(filter_fqns, model)
     if weights == "high_precision" and is_auto(amax_groups):
@@ -135,24 +141,62 @@ def decide(
         )
     check_not_replaced(model)
     included = included_weights(model, include)
-    linears = _linears(model, layer_filter, recipe, weights)
+    linears = _linears(model, layer_filter, patterns, weights)
     others = [
-        Candidate(
-            found[0][0], weight, found, False, why_not_included(weight, found, recipe, weights)
-        )
-        for weight, found in included.items()
+        _other(weight, found, patterns, weights, is_named=weight in included)
+        for weight, found in reached_weights(model, included, patterns).items()
     ]
+    patterns.check_all_decide()
     if weights != "high_precision":
         _leave_tied(model, linears, others)
+    recipes = _recipes([*linears, *others], weights)
     layers = {each.name: each.weight for each in linears if each.why_left is None}
     # The masters of an amax group are known by their layers.
     stacks = {each.weight for each in others if each.why_left is None and weights == "quantized"}
-    labels = group_labels(model, amax_groups, layers, stacks, recipe)
-    return Decision(recipe, weights, [*linears, *others], labels, is_auto(amax_groups))
+    labels = group_labels(model, amax_groups, layers, stacks, recipes)
+    return Decision(weights, [*linears, *others], labels, is_auto(amax_groups))
+
+
+def _recipes(candidates: Sequence[Candidate], weights: str) -> dict[torch.Tensor, Recipe]:
+    """Return the recipe of each weight that is converted.
+
+    Raises:
+        InputError: for a weight with two, or one that no master can have.
+    """
+    found: dict[torch.Tensor, Candidate] = {}
+    for each in candidates:
+        if each.why_left is not None:
+            continue
+        recipe, first = present(each.recipe), found.setdefault(present(each.weight), each)
+        if recipe != first.recipe:
+            raise InputError(
+                f"a weight that modules share has one recipe, got "
+                f"{short_name(present(first.recipe))} for {first.name} and {short_name(recipe)} "
+                f"for {each.name}; let one pattern in recipe fit both."
+            )
+        if weights == "master" and each.is_linear:
+            check_gathered(recipe, each.name)
+    return {weight: present(each.recipe) for weight, each in found.items()}
+
+
+def _other(
+    weight: torch.Tensor,
+    found: list[ParameterPlace],
+    patterns: RecipePatterns,
+    weights: str,
+    *,
+    is_named: bool,
+) -> Candidate:
+    """Return a weight of other modules than linear layers; ``include`` names it or does not."""
+    recipe, why = patterns.recipe_for(names_of(found))
+    if recipe is not None:
+        why = why_not_included(weight, found, recipe, weights)
+    is_wanted = is_named or recipe is not None
+    return Candidate(found[0][0], weight, found, False, recipe, why, is_wanted)
 
 
 def _linears(
-    model: torch.nn.Module, layer_filter: LayerFilter, recipe: Recipe, weights: str
+    model: torch.nn.Module, layer_filter: LayerFilter, patterns: RecipePatterns, weights: str
 ) -> list[Candidate]:
     """Return the linear layers, with the reasons that do not depend on other layers."""
     names: dict[torch.nn.Linear, list[str]] = {}  # a module may have several names
@@ -162,20 +206,20 @@ def _linears(
     adapters, candidates = _adapters(model), []
     for module, fqns in names.items():
         name, weight = fqns[0], module._parameters.get("weight")
-        unwanted: str | None
+        recipe, unwanted = patterns.recipe_for(fqns)
         if module in adapters:
             unwanted = "is part of an adapter, which is trained in high precision"
         else:
-            unwanted = layer_filter.why_not(module, fqns)
+            unwanted = layer_filter.why_not(module, fqns) or unwanted
         why = unwanted
-        if why is None and weight is not None:
+        if recipe is not None and why is None and weight is not None:
             why = why_not_weight(weight, name, recipe, weights, module)
             if why is None and layer_filter.leaves_small:
                 why = unwanted = why_small(recipe, weight.shape)
         elif why is None:
             why = "its weight is computed from other parameters (a parametrization, pruning)"
         place = f"{name}.weight".lstrip("."), module, "weight"
-        candidates.append(Candidate(name, weight, [place], True, why, unwanted is None))
+        candidates.append(Candidate(name, weight, [place], True, recipe, why, unwanted is None))
     return candidates
 
 

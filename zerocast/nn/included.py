@@ -8,15 +8,17 @@ FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
 import dataclasses
 import fnmatch
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.nn.linear import Linear
+from zerocast.nn.recipe_patterns import RecipePatterns
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_master_like, as_plain
@@ -103,6 +105,30 @@ def included_weights(
     return weights
 
 
+def reached_weights(
+    model: torch.nn.Module,
+    included: Mapping[torch.Tensor, list[ParameterPlace]],
+    patterns: RecipePatterns,
+) -> dict[torch.Tensor, list[ParameterPlace]]:
+    """Return the ``included`` weights, and the stacks of matrices that ``patterns`` reach."""
+    others: dict[torch.Tensor, list[ParameterPlace]] = {}
+    for parameter, place in places(model):
+        is_other = not isinstance(place[1], torch.nn.Linear | _ConvNd)
+        if is_other and parameter not in included and _is_weight(parameter, place[2]):
+            others.setdefault(parameter, []).append(place)
+    reached = {w: found for w, found in others.items() if patterns.reach(w, names_of(found))}
+    return {**included, **reached}
+
+
+def names_of(weight_places: Sequence[ParameterPlace]) -> list[str]:
+    """Return the names by which patterns find a weight: the parameter's and its modules'."""
+    return [
+        each
+        for fqn, _, name in weight_places
+        for each in (fqn, fqn.removesuffix(name).removesuffix("."))
+    ]
+
+
 def _is_weight(parameter: torch.Tensor, name: str) -> bool:
     return parameter.dim() > 2 or (parameter.dim() == 2 and name == "weight")
 
@@ -129,7 +155,7 @@ def why_not_included(
         InputError: as :func:`why_not_weight`.
     """
     name, module, _ = weight_places[0]
-    if isinstance(module, torch.nn.modules.conv._ConvNd) or weight.dim() < 2:
+    if isinstance(module, _ConvNd) or weight.dim() < 2:
         return f"belongs to a {type(module).__name__} and has no matrices that a forward multiplies"
     if getattr(module, "max_norm", None) is not None:
         return "its module writes it in every forward (max_norm)"

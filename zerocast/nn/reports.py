@@ -22,7 +22,7 @@ from zerocast.nn.autocast import get_default_recipe
 from zerocast.nn.engines import Engine, Product, Side, engine
 from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.nn.regions import current
-from zerocast.recipes import Recipe, as_recipe
+from zerocast.recipes import Recipe, as_recipe, short_name
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import MasterWeight
 from zerocast.sharded.placement import to_local
@@ -95,7 +95,13 @@ class Coverage:
         lines = [
             f"{names} [{dims}]: {how}"
             for names, _, (dims, how) in grouped(
-                (p.name, (_dims(p.shape), p.how if p.recipe is None else f"{p.how} by {p.recipe}"))
+                (
+                    p.name,
+                    (
+                        _dims(p.shape),
+                        p.how if p.recipe is None else f"{p.how} by {short_name(p.recipe)}",
+                    ),
+                )
                 for p in self.parameters
                 if p.how != "left"
             )

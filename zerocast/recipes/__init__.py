@@ -9,6 +9,13 @@ from zerocast.recipes.form import Form
 from zerocast.recipes.format import NOMINAL_DTYPES, Format, QParams, check_nominal
 from zerocast.recipes.mxfp4_block_scaling import MXFP4BlockScaling
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
-from zerocast.recipes.named import RECIPES, as_recipe, recipe_from_text, recipe_to_values
+from zerocast.recipes.named import (
+    NAMED,
+    RECIPES,
+    as_recipe,
+    recipe_from_text,
+    recipe_to_values,
+    short_name,
+)
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from zerocast.recipes.recipe import BufferSpec, Recipe, Role

@@ -1,4 +1,4 @@
-"""Every scheme by its short name, and the conversion of ``recipe`` arguments to recipes."""
+"""The recipes that have short names, and the conversion of ``recipe`` arguments to recipes."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from zerocast.recipes.delayed_scaling import DelayedScaling
 from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
 from zerocast.recipes.float8_rowwise_scaling import Float8RowwiseScaling
-from zerocast.recipes.format import QParams
+from zerocast.recipes.format import Format, QParams
 from zerocast.recipes.mxfp4_block_scaling import MXFP4BlockScaling
 from zerocast.recipes.mxfp8_block_scaling import MXFP8BlockScaling
 from zerocast.recipes.nvfp4_block_scaling import NVFP4BlockScaling
@@ -31,6 +31,20 @@ RECIPES: dict[str, type[Recipe]] = {
 }
 """Every scheme, by the short name for it with its default fields."""
 
+_QUOTIENT = QParams(scale_formula="quotient")
+
+NAMED: dict[str, Recipe] = {
+    **{name: scheme() for name, scheme in RECIPES.items()},
+    # Those of the checkpoints that servers load, whose names these are; FP8 divides as they do.
+    "nvfp4-4over6": NVFP4BlockScaling(nvfp4_4over6="weights"),
+    "nvfp4-1x16": NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4-4over6-1x16": NVFP4BlockScaling(nvfp4_4over6="weights", disable_2d_quantization=True),
+    "fp8-tensor": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_weight=_QUOTIENT),
+    "fp8-channel": Float8RowwiseScaling(fp8_quant_fwd_weight=_QUOTIENT),
+    "fp8-block": Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_QUOTIENT),
+}
+"""Every recipe that has a short name: the schemes with their default fields, and variants."""
+
 
 def as_recipe(
     recipe: Recipe | str, *, names: Mapping[str, Recipe] | None = None, what: str = "recipe"
@@ -39,7 +53,7 @@ def as_recipe(
 
     Args:
         recipe: as it was given.
-        names: the names that are known; those of :data:`RECIPES` by default.
+        names: the names that are known; those of :data:`NAMED` by default.
         what: the name of the argument.
 
     Raises:
@@ -47,8 +61,7 @@ def as_recipe(
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if names is None:
-        names = {name: scheme() for name, scheme in RECIPES.items()}
+    names = NAMED if names is None else names
     if isinstance(recipe, str) and recipe in names:
         return names[recipe]
     known = ", ".join(map(repr, names))
@@ -56,6 +69,12 @@ def as_recipe(
         f"{what} must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
         f"({known}), got {shown(recipe)}."
     )
+
+
+def short_name(recipe: Recipe) -> str:
+    """Return the text by which reports name a recipe: that of a variant is its short name."""
+    names = (name for name, each in NAMED.items() if each == recipe and name not in RECIPES)
+    return next(names, str(recipe))
 
 
 def recipe_from_text(text: str) -> Recipe:

@@ -15,6 +15,7 @@ import zerocast
 from tests.adapters.torchtitan.decoder import DIM, IN_BLOCKS, Decoder, OptimizersContainer, loss
 from tests.support.claims import message_of
 from zerocast.adapters.torchtitan import LinearConverter, QuantizedLinear
+from zerocast.recipes import NAMED
 from zerocast.sharded import MasterWeight
 
 
@@ -48,6 +49,41 @@ def test_a_tree_builds_quantized_layers():
     model.to_empty(device="cpu")
     model.init_states(buffer_device=None)
     assert all(0.04 < layer.weight.std() < 0.06 for layer in layers.values())
+
+
+def test_patterns_of_names_give_layers_recipes():
+    """In order, the first that fits; each layer is built with its own. A pattern that decides for
+    nothing is refused before the tree is changed.
+    """
+    given = {"*.wq": "nvfp4", "lm_head": None, "*.attention.*": "fp8-channel", "*": "tensorwise"}
+    tree, report = converted(
+        Decoder.Config(), recipe_name=given, enable_fsdp_float8_all_gather=True
+    )
+    recipes = {name.rpartition(".")[2]: recipe for name, recipe in report.recipes.items()}
+    current = zerocast.Float8CurrentScaling()
+    assert recipes == {
+        "wq": zerocast.NVFP4BlockScaling(),
+        **dict.fromkeys(("wkv", "wo"), NAMED["fp8-channel"]),
+        **dict.fromkeys(("w1", "w2", "w3"), current),
+    }
+    assert report.left == {"lm_head": "'lm_head' in recipe leaves it as it is"}
+    assert tree.layers[0].attention.wo.recipe_name == "fp8-channel"
+    model = tree.build()
+    for name, recipe in report.recipes.items():
+        layer = model.get_submodule(name)
+        assert layer.product_recipe == layer.weight.low_bit_all_gather.recipe == recipe
+    message = message_of(
+        zerocast.InputError,
+        LinearConverter.Config(
+            recipe_name={"*.wq": "nvfp4-1x16"}, enable_fsdp_float8_all_gather=True
+        ).build,
+    )
+    assert "got nvfp4-1x16 for *.wq, which casts the transposed tensor" in message
+    tree = Decoder.Config()
+    converter = LinearConverter.Config(recipe_name={"head": "nvfp4", "*": None}).build()
+    message = message_of(zerocast.InputError, converter.convert, tree)
+    assert "got 'head', which fits none (near it: lm_head)" in message
+    assert type(tree.lm_head) is Linear.Config
 
 
 def test_without_codes_in_the_gathers_weights_stay_plain():

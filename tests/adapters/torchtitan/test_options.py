@@ -7,7 +7,7 @@ pytest.importorskip("torchtitan", reason="scripts/torchtitan.sh installs torchti
 import zerocast
 from tests.support.claims import message_of
 from zerocast.adapters.torchtitan.options import check_combination, recipe_named
-from zerocast.recipes import RECIPES
+from zerocast.recipes import NAMED
 
 
 def test_torchtitan_s_schemes():
@@ -24,10 +24,10 @@ def test_torchtitan_s_schemes():
         assert recipe_named(name) == zerocast.MXFP8BlockScaling(fp8_format="E4M3")
 
 
-@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4", "fp8-channel"])
 def test_short_names(name):
     """zerocast's short names mean what they mean everywhere."""
-    assert recipe_named(name) == RECIPES[name]()
+    assert recipe_named(name) == NAMED[name]
 
 
 OFF = dict.fromkeys(("gathers_codes", "precomputes", "weights_only"), False)
@@ -68,8 +68,10 @@ def test_an_unknown_scheme():
     """An unknown name is answered with the known ones."""
     assert message_of(zerocast.InputError, recipe_named, "int8") == (
         "recipe_name must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
-        "('current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4', 'tensorwise', "
-        "'mxfp8_cublas_rceil', 'mxfp8_rceil'), got 'int8'."
+        "('current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4', 'nvfp4-4over6', 'nvfp4-1x16', "
+        "'nvfp4-4over6-1x16', 'fp8-tensor', 'fp8-channel', 'fp8-block', 'tensorwise', "
+        "'mxfp8_cublas_rceil', "
+        "'mxfp8_rceil'), got 'int8'."
     )
 
 

@@ -62,7 +62,8 @@ from zerocast.adapters.torchtitan.options import check_combination, recipe_named
 from zerocast.nn import ConversionReport
 from zerocast.nn.autocast_linear import AutocastLinear
 from zerocast.nn.layer_filter import read_filter, why_small
-from zerocast.nn.linear import master_parameter
+from zerocast.nn.linear import check_gathered, master_parameter
+from zerocast.nn.recipe_patterns import ALL, RecipePatterns
 from zerocast.sharded import precompute_scales_for_fsdp
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ class LinearConverter(QuantizationConverter):
     """An implementation of torchtitan's protocol ``ModelConfigConverter``.
 
     Raises:
-        InputError: for an unknown ``recipe_name``, or an option that would have no effect.
+        InputError: for an unknown ``recipe_name``, one whose weights FSDP2 cannot gather in codes
+            where it is asked to, or an option that would have no effect.
         UnsupportedError: for a known ``recipe_name`` that is not supported.
 
     Attributes:
@@ -164,7 +166,9 @@ class LinearConverter(QuantizationConverter):
         """The options of the converter.
 
         Attributes:
-            recipe_name: a name that :func:`recipe_named` accepts.
+            recipe_name: a name that :func:`recipe_named` accepts; or such names, or None, by
+                patterns of the names of linear layers, as :func:`zerocast.nn.convert` takes them:
+                ``{"lm_head": None, "*.attention.*": "fp8-channel", "*": "mxfp8"}``.
             enable_fsdp_float8_all_gather: whether FSDP2 gathers weights in codes, of any recipe.
             precompute_float8_dynamic_scale_for_fsdp: whether one all-reduce after a step of the
                 optimizer computes the scales of all weights; see :func:`precompute_after_steps`.
@@ -173,20 +177,29 @@ class LinearConverter(QuantizationConverter):
             weights_only: whether products are of decoded weights and unquantized inputs.
         """
 
-        recipe_name: str = "tensorwise"
+        recipe_name: str | dict[str, str | None] = "tensorwise"
         enable_fsdp_float8_all_gather: bool = False
         precompute_float8_dynamic_scale_for_fsdp: bool = False
         filter_fqns: list[str] = field(default_factory=list)
         weights_only: bool = False
 
     def __init__(self, config: Config) -> None:
-        self._recipe = recipe_named(config.recipe_name)
+        given = config.recipe_name
+        names = given if isinstance(given, dict) else {ALL: given}
+        self._recipes = {
+            p: None if name is None else recipe_named(name) for p, name in names.items()
+        }
+        self._names = {recipe: names[pattern] for pattern, recipe in self._recipes.items()}
+        RecipePatterns(self._recipes)
         self._own = {
             "gathers_codes": config.enable_fsdp_float8_all_gather,
             "precomputes": config.precompute_float8_dynamic_scale_for_fsdp,
             "weights_only": config.weights_only,
         }
         check_combination(**self._own)
+        for pattern, recipe in self._recipes.items():
+            if recipe is not None and config.enable_fsdp_float8_all_gather:
+                check_gathered(recipe, pattern)
         self.config = config
         self.report: ConversionReport | None = None
         self._parts_of_names, self._filters_small = read_filter(config.filter_fqns)
@@ -199,19 +212,25 @@ class LinearConverter(QuantizationConverter):
         if self.config.precompute_float8_dynamic_scale_for_fsdp:
             _precompute_after_steps_of_all()
         ties_head = getattr(model_config, "enable_weight_tying", False)
-        converted: list[str] = []
+        patterns = RecipePatterns(self._recipes)
+        layers = [
+            (*found, *patterns.recipe_for([found[0]]))
+            for found in model_config.traverse(TitanLinear.Config)
+        ]
+        patterns.check_all_decide()
+        recipes: dict[str, Recipe] = {}
         left: dict[str, str] = {}
-        for fqn, layer, parent, place in model_config.traverse(TitanLinear.Config):
-            why = self._why_not(fqn, layer)
+        for fqn, layer, parent, place, recipe, why_none in layers:
+            why = self._why_not(fqn, layer, recipe) or why_none
             if fqn == "lm_head" and ties_head:
                 why = "its weight is tied with the embedding's"
             if why is not None:
                 left[fqn] = why
                 continue
-            converted.append(fqn)
+            recipes[fqn] = recipe
             names = ("in_features", "out_features", "bias", "param_init", "sharding_config")
             titans = {name: getattr(layer, name) for name in names}
-            own = {"recipe_name": self.config.recipe_name, "name": fqn, **self._own}
+            own = {"recipe_name": self._names[recipe], "name": fqn, **self._own}
             new = QuantizedLinear.Config(**titans, **own)
             if parent is None:
                 model_config = new
@@ -219,23 +238,25 @@ class LinearConverter(QuantizationConverter):
                 parent[place] = new
             else:
                 setattr(parent, place, new)
-        self.report = ConversionReport(self._recipe, tuple(converted), left)
+        self.report = ConversionReport(recipes, tuple(recipes), left)
         logger.info("%s", self.report)
         return model_config
 
-    def _why_not(self, fqn: str, layer: Any) -> str | None:
-        """Return why this layer is not converted; None if it is converted."""
+    def _why_not(self, fqn: str, layer: Any, recipe: Recipe | None) -> str | None:
+        """Return why this layer is not converted by ``recipe``; None if it is converted."""
         for part in self._parts_of_names:
             if part in fqn:
                 return f"its name contains {part!r} of filter_fqns"
         if type(layer) is not TitanLinear.Config:
             return f"is a {type(layer).__qualname__}, which may use its weight in another way"
+        if recipe is None:
+            return None
         shape = (layer.out_features, layer.in_features)
         try:
-            self._recipe.check_shape(shape)
+            recipe.check_shape(shape)
         except InputError as error:
             return str(error)
-        return why_small(self._recipe, shape) if self._filters_small else None
+        return why_small(recipe, shape) if self._filters_small else None
 
 
 # --- after a step of the optimizer ---

@@ -11,7 +11,7 @@ from zerocast import (
     Recipe,
     UnsupportedError,
 )
-from zerocast.recipes import RECIPES, as_recipe
+from zerocast.recipes import NAMED, as_recipe
 
 _POWER_OF_2 = QParams(power_2_scale=True)
 
@@ -26,7 +26,7 @@ TORCHTITAN_RECIPES: dict[str, Recipe] = {
     "mxfp8_cublas_rceil": MXFP8BlockScaling(),
     "mxfp8_rceil": MXFP8BlockScaling(),
 }
-"""Recipes by torchtitan's names. Only "rowwise" is also in ``zerocast.recipes.RECIPES``; here it
+"""Recipes by torchtitan's names. Only "rowwise" is also in ``zerocast.recipes.NAMED``; here it
 has the meaning that it has in torchtitan."""
 
 _MIXED = "it computes the gradient of the weight from operands in high precision"
@@ -49,7 +49,7 @@ def recipe_named(name: str) -> Recipe:
     """
     if name in _REFUSED:
         raise UnsupportedError(f"recipe_name={name!r} is not supported: {_REFUSED[name]}.")
-    ours = {key: scheme() for key, scheme in RECIPES.items() if key not in _REFUSED}
+    ours = {key: recipe for key, recipe in NAMED.items() if key not in _REFUSED}
     return as_recipe(name, names={**ours, **TORCHTITAN_RECIPES}, what="recipe_name")
 
 
