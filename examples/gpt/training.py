@@ -120,16 +120,7 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         verify="off" if RECIPES[recipe] is None else settings.verify,
         **(overlap if settings.overlap else {}),
     )
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP),
-            torch.optim.lr_scheduler.CosineAnnealingLR(
-                optimizer, max(1, settings.steps - WARMUP), eta_min=settings.lr / 10
-            ),
-        ],
-        [WARMUP],
-    )
+    schedule = warmup_and_cosine(optimizer, settings.steps, settings.lr)
     clock = Clock()
     optimizer.on_phase = clock.phase
     draw = torch.Generator().manual_seed(settings.seed * comm.size + comm.rank)
@@ -193,6 +184,17 @@ def train(recipe: str, settings: Settings, corpus: Corpus, comm: Communicator) -
         seconds={name: total / settings.steps for name, total in clock.seconds.items()},
         verdict=check_weights(model, optimizer.gather_master, comm) if settings.check else None,
     )
+
+
+def warmup_and_cosine(
+    optimizer: torch.optim.Optimizer, steps: int, lr: float
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate of each of ``steps``: up to ``lr`` and down to a tenth of it."""
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, max(1, steps - WARMUP), eta_min=lr / 10
+    )
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [WARMUP])
 
 
 @torch.no_grad()
