@@ -87,8 +87,8 @@ def test_the_gradient_under_autocast_is_the_same_wherever_codes_are_made(recipe,
     ],
 )
 def test_only_scales_that_are_rounded_down_saturate(recipe, saturates):
-    """Where the code is E2M1's largest, 6, the weight is below 7 scales, so it would be rounded to 6
-    if there were larger codes, too; under "floor" it is up to 8 scales.
+    """Where the code is E2M1's largest, 6, the weight is below 7 scales: it would be rounded to 6
+    if there were larger codes, too. Under "floor" it is up to 8 scales.
     """
     weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(2))
     quantized = zerocast.quantize(weight, recipe)
