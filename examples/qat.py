@@ -16,9 +16,10 @@ text:
     QAT          quantization-aware training: the same codes, and the loss of the text
 
 It ends with a table of validation losses, and leaves a JSON record, a picture and the exported
-models in ``--out``. The same command continues after a kill, and with more seeds. With ``--check``
-each export is loaded again and its values are compared with those that the last forward multiplied,
-bit for bit; the exit code is 1 where one differs.
+models in ``--out``. What is in the record is not run again, so the same command continues after a
+kill; only the start is trained again. With ``--check`` each export is loaded again and its values
+are compared with those that the last forward multiplied, bit for bit; the exit code is 1 where one
+differs. It needs transformers and safetensors beside the extra [examples].
 """
 
 from __future__ import annotations
