@@ -16,4 +16,5 @@ install_readers() {
 
 environment_of "readers" "${1:-.venv-serving}" install_readers
 stage "tests beside readers" without_skips tests/integration/test_vllm.py \
-    tests/integration/test_vllm_refit.py tests/export/test_gguf.py "${@:2}"
+    tests/integration/test_vllm_online.py tests/integration/test_vllm_refit.py tests/export/test_gguf.py \
+    "tests/lab/conformance/test_conformance.py::test_every_difference_of_a_package_has_its_causes[vllm]" "${@:2}"

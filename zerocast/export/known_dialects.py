@@ -77,9 +77,13 @@ _QUOTIENT = QParams(scale_formula="quotient")
 _ONE_SCALE = Float8CurrentScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
 _ONE_SCALE_A_ROW = Float8RowwiseScaling(fp8_format="e4m3", fp8_quant_fwd_weight=_QUOTIENT)
 _ANY_BLOCK_SCALE = Float8BlockScaling(use_f32_scales=True, fp8_quant_fwd_weight=_QUOTIENT)
-# The lower bounds of the amax in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
+# The lower bounds of the amax in DeepGEMM, and in the Triton kernels of slime and verl.
 _DEEPGEMM = QParams(scale_formula="quotient", amax_epsilon=1e-4)
 _TRITON = QParams(scale_formula="inverse first", amax_epsilon=1e-10)
+# vLLM 0.32, where it quantizes while it loads: its least scale of a row is 1 / (512 * 448).
+_VLLM_TENSOR = QParams(scale_formula="inverse first")
+_VLLM_CHANNEL = QParams(scale_formula="quotient", amax_epsilon=1 / 512)
+_VLLM_BLOCK = QParams(scale_formula="inverse first", amax_epsilon=1e-4)
 _E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 
@@ -237,6 +241,18 @@ DIALECTS = {
     )
 }
 """Every dialect by its name."""
+
+DIALECTS |= {
+    f"{name}-vllm": replace(DIALECTS[name], name=f"{name}-vllm", recipe=recipe)
+    for name, recipe in (
+        ("compressed-tensors/fp8-tensor", replace(_ONE_SCALE, fp8_quant_fwd_weight=_VLLM_TENSOR)),
+        (
+            "compressed-tensors/fp8-channel",
+            replace(_ONE_SCALE_A_ROW, fp8_quant_fwd_weight=_VLLM_CHANNEL),
+        ),
+        ("deepseek/fp8", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_VLLM_BLOCK)),
+    )
+}
 
 
 def as_dialect(dialect: Dialect | str) -> Dialect:
