@@ -31,6 +31,7 @@ stage "AArch64 under an emulator" python scripts/arm_check.py
 scripts/hosts_check.sh "${1:-.venv}"
 scripts/integration.sh "${1:-.venv}"
 scripts/serving.sh "${1:-.venv}-serving"
+scripts/serve_check.sh "${1:-.venv}-serving"
 scripts/torchtitan.sh "${1:-.venv}-torchtitan"
 if command -v python3.12 >/dev/null; then
     scripts/megatron.sh "${1:-.venv}-megatron"

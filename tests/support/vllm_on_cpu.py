@@ -35,7 +35,7 @@ def without_kernels(folder: Path) -> Iterator[None]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    for name in ("compressed-tensors", "fp8", "modelopt", "gpt_oss_mxfp4"):
+    for name in ("compressed-tensors", "fp8", "modelopt", "gpt_oss_mxfp4", "online"):
         get_quantization_config(name)
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
         patch.setattr(ops, "scaled_fp8_quant", to_e4m3)
@@ -50,15 +50,17 @@ def without_kernels(folder: Path) -> Iterator[None]:
         cleanup_dist_env_and_memory()
 
 
-def load(folder: Path) -> torch.nn.Module:
-    """vLLM's model of a checkpoint, its parameters as its loaders have filled them."""
+def load(folder: Path, **options: Any) -> torch.nn.Module:
+    """vLLM's model of a checkpoint, its parameters as its loaders have filled them; ``options`` are
+    of its engine.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    options = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
+    options |= {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True}
     config = EngineArgs(model=str(folder), max_model_len=64, **options).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         model = initialize_model(vllm_config=config)

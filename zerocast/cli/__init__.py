@@ -1,11 +1,11 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
-``estimate MODEL``, ``conform PACKAGE`` and ``reproduce FILE``.
+``checksums FILE_OR_DIR``, ``estimate MODEL``, ``conform PACKAGE`` and ``reproduce FILE``.
 
 doctor reports what this installation can do, what would be slow and why, and compares the sharded
-cast with the unsharded one. inspect describes the tensors of a checkpoint. estimate computes the
-costs of a training step of a model. These print text, or JSON for other programs. conform reports
-which bytes of a package differ from ours, and why. reproduce repeats a cast in which ``verify``
-found a difference.
+cast with the unsharded one. inspect describes the tensors of a checkpoint, and checksums prints the
+SHA-256 of each. estimate computes the costs of a training step of a model. These print text, or
+JSON for other programs. conform reports which bytes of a package differ from ours, and why.
+reproduce repeats a cast in which ``verify`` found a difference.
 """
 
 import argparse
@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zerocast
-from zerocast.cli import checkpoint_files, conformance, doctor, estimate, inspection, reproduce
+from zerocast.cli import (
+    checkpoint_files,
+    conformance,
+    doctor,
+    estimate,
+    inspection,
+    reproduce,
+    stored_checksums,
+)
 from zerocast.cli.output import add_output, drafted
 from zerocast.errors import ZerocastError
 from zerocast.safe_files import printable
@@ -46,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     look.set_defaults(
         run=lambda given: inspection.inspect(given.path, as_json=given.json, page=given.draft)
     )
+    sums = commands.add_parser("checksums", help="the SHA-256 of each tensor of a checkpoint")
+    stored = "of safetensors, or a directory of these"
+    sums.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=stored)
+    sums.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    sums.set_defaults(run=lambda given: stored_checksums.checksums(given.path, as_json=given.json))
     again = commands.add_parser("reproduce", help="a cast in which verify found a difference")
     again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
     again.set_defaults(run=lambda given: reproduce.reproduce(given.path))

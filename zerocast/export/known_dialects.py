@@ -72,11 +72,16 @@ _FP8_EXPERTS, _FP4_EXPERTS = {"expert_dtype": "fp8"}, {"expert_dtype": "fp4"}
 _PER_TOKEN = _arguments(8, "token", dynamic=True)
 _NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
 _MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
-_ONE_SCALE, _ONE_SCALE_A_ROW = NAMED["fp8-tensor"], NAMED["fp8-channel"]
+_ONE_SCALE: Any = NAMED["fp8-tensor"]
+_ONE_SCALE_A_ROW: Any = NAMED["fp8-channel"]
 _ANY_BLOCK_SCALE: Any = NAMED["fp8-block"]
-# The lower bounds of the amax in DeepGEMM and vLLM, and in the Triton kernels of slime and verl.
+# The lower bounds of the amax in DeepGEMM, and in the Triton kernels of slime and verl.
 _DEEPGEMM = QParams(scale_formula="quotient", amax_epsilon=1e-4)
 _TRITON = QParams(scale_formula="inverse first", amax_epsilon=1e-10)
+# vLLM 0.32, where it quantizes while it loads: its least scale of a row is 1 / (512 * 448).
+_VLLM_TENSOR = QParams(scale_formula="inverse first")
+_VLLM_CHANNEL = QParams(scale_formula="quotient", amax_epsilon=1 / 512)
+_VLLM_BLOCK = QParams(scale_formula="inverse first", amax_epsilon=1e-4)
 _E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 
@@ -234,6 +239,18 @@ DIALECTS = {
     )
 }
 """Every dialect by its name."""
+
+DIALECTS |= {
+    f"{name}-vllm": replace(DIALECTS[name], name=f"{name}-vllm", recipe=recipe)
+    for name, recipe in (
+        ("compressed-tensors/fp8-tensor", replace(_ONE_SCALE, fp8_quant_fwd_weight=_VLLM_TENSOR)),
+        (
+            "compressed-tensors/fp8-channel",
+            replace(_ONE_SCALE_A_ROW, fp8_quant_fwd_weight=_VLLM_CHANNEL),
+        ),
+        ("deepseek/fp8", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_VLLM_BLOCK)),
+    )
+}
 
 
 def as_dialect(dialect: Dialect | str) -> Dialect:

@@ -8,6 +8,7 @@ import torch
 from zerocast.backends.reference.digest_formula import as_integers, digest_of
 from zerocast.errors import DeltaError
 from zerocast.refit.delta import Delta, unpacked
+from zerocast.refit.sha256 import sha256
 from zerocast.tensors.digest import digest
 
 
@@ -133,6 +134,12 @@ class Receiver:
         modules = {name: _module_of(name, fused) for name in self.tensors}
         changed = {modules[n] for n, state in self._states.items() if state.changed > applied}
         return {n: tensor for n, tensor in self.tensors.items() if modules[n] in changed}
+
+    def checksums(self) -> dict[str, str]:
+        """Return by name the hexadecimal SHA-256 of the bytes of every tensor that is held, which
+        equals the trainer's :meth:`~zerocast.refit.Refit.checksums`.
+        """
+        return {name: sha256(tensor) for name, tensor in self.tensors.items()}
 
     def check(self) -> None:
         """Compare the bytes of all tensors with the checksums of their latest deltas.

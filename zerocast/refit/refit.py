@@ -25,6 +25,7 @@ from zerocast.numerics import Comparison
 from zerocast.refit.audit import Travels, check_config, travels
 from zerocast.refit.delta import Segment, changed_segments, packed, whole_segment
 from zerocast.refit.pieces import Piece, check_cuts, pieces_of, refuse_parts
+from zerocast.refit.sha256 import gathered_checksums
 from zerocast.tensors.digest import digest
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -77,7 +78,7 @@ class Refit(Uncopied):
         self._held: dict[str, _Held] = {}
         self._is_complete = False
         self.version = 0
-        self.export()
+        self._comm = self.export().comm
 
     def export(self) -> Export:
         """Return a new export of the source with its current parameters. Collective."""
@@ -170,6 +171,19 @@ class Refit(Uncopied):
             for name, tensor in each.tensors.items()
         ]
 
+    def checksums(self) -> dict[str, str]:
+        """Return by name the hexadecimal SHA-256 of the bytes of every tensor of
+        :meth:`named_tensors`, as safetensors stores them; the same on every rank.
+
+        It is what ``python -m zerocast checksums`` finds in an export of the same parameters, and
+        :meth:`zerocast.refit.Receiver.checksums` in what was received. Each tensor is gathered in
+        its stage and hashed by one rank, so that no rank holds the model.
+
+        Raises:
+            NonFiniteError: on every rank, if a weight holds a NaN or an infinity.
+        """
+        return gathered_checksums(self._comm, self.named_tensors())
+
     @torch.no_grad()
     def _deltas(self, since: int | None) -> Iterator[NamedTensor]:
         export, version, self._is_complete = self.export(), self.version + 1, False
@@ -251,6 +265,11 @@ class Refit(Uncopied):
         own, digests = changed_segments(comparisons)
         sums = _summed(pieces, digests)
         return _gathered(pieces, own), sums
+
+
+def checksums(source: ExportSource, dialect: Dialect | str, **options: Any) -> dict[str, str]:
+    """Return :meth:`Refit.checksums` of a new :class:`Refit` of these arguments. Collective."""
+    return Refit(source, dialect, **options).checksums()
 
 
 def _codes(export: Export, entries: Sequence[Entry]) -> set[str]:

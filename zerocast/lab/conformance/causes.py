@@ -144,7 +144,7 @@ def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaCha
     scale = divide(1, inverse) if numerics.formula == "inverse first" else divide(E4M3.max, amax)
     scale = E4M3.max * (1 / amax) if does("it computes 448 / amax as 448 * (1 / amax)") else scale
     scale = scale if does("it lets 448 / amax become infinite") else scale.clamp(max=FLT_MAX)
-    scale = torch.where(is_zero, 1.0, scale)
+    scale = torch.where(is_zero, math.inf if zero_scale else 1.0, scale)
     if numerics.power_2_scale:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     inverse = 1 / scale if numerics.power_2_scale or divided else inverse

@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +139,11 @@ def _compressed_tensors() -> Package:
         )
         return BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
 
-    own = {name: each for name, each in DIALECTS.items() if name.startswith("compressed-tensors/")}
+    own = {
+        name: each
+        for name, each in DIALECTS.items()
+        if name.startswith("compressed-tensors/") and not name.endswith("-vllm")
+    }
     return Package(name="compressed-tensors", writes=_each(write, own))
 
 
@@ -206,9 +210,48 @@ def _modelopt() -> Package:
     return Package(name="nvidia-modelopt", writes=calls)
 
 
+def _vllm() -> Package:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
+    from vllm.model_executor.layers.quantization.utils.quant_utils import weight_amax
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    with set_current_vllm_config(VllmConfig()):
+        # vLLM's statement of its kernel in torch, because its builds for CPUs have no such kernel.
+        by_scale = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR).forward_native
+
+    def tensor(x: torch.Tensor) -> Stored:
+        amax = weight_amax(x).float().reshape(1)
+        made: Stored = by_scale(x, amax / amax.new_tensor(448))
+        return made
+
+    def channel(x: torch.Tensor) -> Stored:
+        method: Any = Fp8PtpcOnlineLinearMethod.__new__(Fp8PtpcOnlineLinearMethod)  # no kernel
+        method.requantization_source, method.requantization_source_parameters = None, {}
+        method.fp8_linear = SimpleNamespace(
+            process_weights_after_loading=lambda layer: None, input_quant_key=lambda: None
+        )
+        layer: Any = torch.nn.Linear(x.shape[1], x.shape[0], bias=False, device="meta")
+        layer.weight, layer.tp_size = torch.nn.Parameter(x, requires_grad=False), 1
+        method.process_weights_after_loading(layer)
+        return layer.weight.t(), layer.weight_scale
+
+    quantizers: dict[str, Callable[[torch.Tensor], Stored]] = {
+        "compressed-tensors/fp8-tensor-vllm": tensor,
+        "compressed-tensors/fp8-channel-vllm": channel,
+        "deepseek/fp8-vllm": per_block_cast_to_fp8,
+        "modelopt/mxfp8": mxfp8_e4m3_quantize,
+    }
+    calls = _each(lambda quantize, x: quantize(x.bfloat16()), quantizers)
+    (name,) = packages_distributions()["vllm"]
+    return Package(name=name, writes=calls)
+
+
 PACKAGES: Mapping[str, Callable[[], Package]] = {
     "zerocast": _zerocast, "torch": _torch, "ml_dtypes": _ml_dtypes,
     "compressed-tensors": _compressed_tensors, "transformers": _transformers,
-    "torchao": _torchao, "nvidia-modelopt": _modelopt,
+    "torchao": _torchao, "nvidia-modelopt": _modelopt, "vllm": _vllm,
 }  # fmt: skip
 """Functions by name that make the known packages, if these are installed."""
