@@ -21,7 +21,7 @@ def test_inputs_are_accepted_or_refused(
     """By errors of zerocast alone; what is accepted is used and has the right bytes."""
     monkeypatch.chdir(tmp_path)
     target = TARGETS[name][0](tmp_path)
-    refused = [is_refused(target, random.Random(f"test {name}:{number}")) for number in range(30)]
+    refused = [is_refused(target, random.Random(f"test {name}:{number}")) for number in range(60)]
     assert 0 < sum(refused) < len(refused)
 
 
