@@ -29,6 +29,7 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 import torch
 
 import zerocast
+from zerocast.cli import stored_checksums
 from zerocast.export import DIALECTS, load_pretrained, save_pretrained
 from zerocast.export.dialects import LINEAR
 from zerocast.refit import Receiver, Refit
@@ -350,16 +351,8 @@ def live(directory: Path) -> None:
                 f"version {version}: {part} of a new engine differ"
             )
         if version:
-            command = [
-                sys.executable,
-                "-m",
-                "zerocast",
-                "checksums",
-                "--json",
-                directory / str(version),
-            ]
-            stored = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-            assert stored == refitted["checksums"], (
+            text, _ = stored_checksums.checksums(directory / str(version), as_json=True)
+            assert json.loads(text) == refitted["checksums"], (
                 f"version {version}: the export has other bytes than were sent"
             )
         moved = difference(refitted["logprobs"], said[max(version - 1, 0)]["logprobs"])
