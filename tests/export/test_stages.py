@@ -22,6 +22,7 @@ def drawn(seed: int) -> list[Entry]:
             str(i),
             torch.empty(rng.randrange(100), device="meta", dtype=torch.bfloat16),
             torch.bfloat16,
+            DIALECTS["deepseek/fp8"],
             amax_group=rng.choice([None, None, "a", "b"]),
         )
         for i in range(rng.randrange(1, 20))
@@ -50,9 +51,9 @@ def test_stages_are_few_where_ranks_cast_little(share, used, streamed):
     """Of eight matrices of 128x128 blocks, whose amaxes and scales are few, a bucket; twice what a
     rank casts is on the way.
     """
-    recipe = DIALECTS["deepseek/fp8"].recipe
+    dialect = DIALECTS["deepseek/fp8"]
     meta = torch.empty(512, 512, device="meta", dtype=torch.bfloat16)
-    bucket = [Entry(str(i), meta, torch.bfloat16, recipe) for i in range(8)]
+    bucket = [Entry(str(i), meta, torch.bfloat16, dialect, dialect.recipe) for i in range(8)]
     num_bytes, shares = int(8.1 * 512 * 512), {str(i): share for i in range(8)}
     for keeps_bucket, count in ((True, used), (False, streamed)):
         assert len(in_stages(bucket, num_bytes, shares, keeps_bucket=keeps_bucket)) == count

@@ -37,11 +37,11 @@ def pair(**convert) -> torch.nn.ModuleDict:
 
 def test_each_dialect_says_what_servers_read_of_it():
     """vLLM has no reader of output layers for FP8 in blocks, of linear layers for gpt-oss, and of
-    experts for FP8 by rows of ModelOpt.
+    experts for FP8 by rows of ModelOpt; MLX has experts under other names.
     """
     kinds = {name: each.reads for name, each in DIALECTS.items()}
     assert kinds.pop("gpt-oss/mxfp4") == (EXPERTS,)
-    assert kinds.pop("modelopt/fp8-channel") == (LINEAR, HEADS)
+    assert kinds.pop("modelopt/fp8-channel") == kinds.pop("mlx/nvfp4") == (LINEAR, HEADS)
     for name, own in kinds.items():
         is_in_blocks = name.startswith(("deepseek/", "sglang/")) or "fp8-block" in name
         assert own == ((LINEAR, EXPERTS) if is_in_blocks else (LINEAR, EXPERTS, HEADS)), name

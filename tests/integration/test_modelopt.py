@@ -1,9 +1,13 @@
 """NVIDIA's ModelOpt, as it is, beside the dialects that are named after it."""
 
+import copy
+import json
+
 import pytest
 import torch
 
 import zerocast
+from tests.support.exports import section_of
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.export import DIALECTS
 
@@ -65,3 +69,42 @@ def test_modelopt_quantizes_alike():
         block_sizes={-1: 16},
     )
     torch.testing.assert_close(decoded, whole.dequantize(torch.float32), rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt/mixed", "modelopt/nvfp4", "modelopt/mxfp8"])
+def test_modelopt_writes_such_configurations(dialect, tmp_path):
+    """Both files from what it knows of each layer: equal keys at every level. Values differ in who
+    wrote them, in modules that are left out, which it summarizes or does not list, and in inputs,
+    which it takes for static ones.
+    """
+    utils = pytest.importorskip("modelopt.torch.export.quant_utils")
+    writer = pytest.importorskip("modelopt.torch.export.convert_hf_config")
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(64, 64) for n in ("up", "down", "head")})
+    recipes = {"modelopt/mxfp8": "mxfp8"}.get(dialect, "nvfp4")
+    others = ["head", "down"] if dialect == "modelopt/mixed" else ["head"]
+    zerocast.nn.convert(model.bfloat16(), recipes, filter_fqns=others)
+    zerocast.nn.convert(model, "mxfp8", filter_fqns=["head"])
+    zerocast.export.save_pretrained(model, tmp_path, dialect=dialect)
+    ours, beside = section_of(tmp_path), json.loads((tmp_path / "hf_quant_config.json").read_text())
+
+    forms = {"modelopt/mxfp8": ["mxfp8"] * 2, "modelopt/nvfp4": ["w4a16_nvfp4"] * 2}
+    of_layers = [*forms.get(dialect, ["w4a16_nvfp4", "mxfp8"]), None]
+    given = {}
+    for layer, form in zip(("up", "down", "head"), of_layers, strict=True):
+        given[f"{layer}.quantization"] = form
+        given[f"{layer}.awq_block_size"] = {"mxfp8": 32, "w4a16_nvfp4": 16}.get(form, 0)
+    theirs = {
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quantization": utils.process_layer_quant_config(given),
+    }
+    excluded = theirs["quantization"].setdefault("exclude_modules", ["head"])
+    assert excluded == beside["quantization"]["exclude_modules"] == ["head"]
+    theirs["producer"]["version"] = beside["producer"]["version"]
+    assert theirs == beside
+    section = writer.convert_hf_quant_config_format(theirs)
+    if dialect == "modelopt/mxfp8":  # it writes none for this algorithm alone
+        section["config_groups"] = copy.deepcopy(ours["config_groups"])
+    for groups in (section["config_groups"], ours["config_groups"]):
+        for group in groups.values():
+            group.get("input_activations", {}).pop("dynamic", None)
+    assert section == ours

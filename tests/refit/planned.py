@@ -35,6 +35,11 @@ def change(values: dict[str, torch.Tensor], seed: int, share: float = 0.01) -> N
         value[chosen] *= 1.05
 
 
+def codes_each(dialect: Dialect) -> int:
+    """The multiple at which shards of a refit may be cut: the codes in a stored number, or 2."""
+    return max(dialect.code_dtype.itemsize * 8 // dialect.recipe.numerics.fmt.bits, 2)
+
+
 def cuts(world_size: int, seed: int, step: int = 2) -> dict[str, list[Extent]]:
     """By weight a drawn partition, at multiples of ``step`` elements."""
     rng, found = random.Random(seed), {}

@@ -5,7 +5,7 @@ import torch
 
 import zerocast
 from tests.cuda_emulation.emulator import needs_emulation
-from tests.refit.planned import change, cuts, expected, masters, plan
+from tests.refit.planned import change, codes_each, cuts, expected, masters, plan
 from tests.support.compiled import COMPILED
 from tests.support.instruction_sets import ISAS
 from tests.support.ranks import on_ranks, run_ranks
@@ -28,7 +28,7 @@ def fed(dialect, comm, *, rounds=3, seed=0, **options):
     partition that was drawn by ``seed``.
     """
     values = masters()
-    source = plan(comm, values, cuts(comm.size, seed))
+    source = plan(comm, values, cuts(comm.size, seed, codes_each(dialect)))
     refit = Refit(
         source, dialect, from_masters=True, dtype=torch.bfloat16, bucket_bytes=9000, group=comm,
         **options,

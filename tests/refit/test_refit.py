@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerocast
-from tests.refit.planned import cuts, expected, masters, plan
+from tests.refit.planned import codes_each, cuts, expected, masters, plan
 from tests.support.exports import plan_of_rows
 from tests.support.live_memory import LiveMemory
 from tests.support.ranks import on_ranks, run_ranks
@@ -26,7 +26,7 @@ def test_shards_make_up_every_tensor_once(name, world_size):
     dialect, values = DIALECTS[name], masters()
 
     def run(comm):
-        source = plan(comm, values, cuts(world_size, world_size))
+        source = plan(comm, values, cuts(world_size, world_size, codes_each(dialect)))
         refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, group=comm)
         return [
             (piece.name, piece.shape, piece.start, piece.values.clone()) for piece in refit.shards()

@@ -58,6 +58,7 @@ VARIANTS: dict[str, Recipe] = {
     **RECIPES,
     **NOT_SHARDABLE,
     "delayed-most-recent": DelayedScaling(amax_compute_algo="most_recent", fp8_format="e5m2"),
+    "nvfp4-one-level": NVFP4BlockScaling(one_level=True),
     "delayed-function": DelayedScaling(amax_compute_algo=second_largest),
     "delayed-margin": DelayedScaling(amax_history_len=2, margin=1),
     "delayed-unrounded": DelayedScaling(round_master=False, amax_history_len=2),

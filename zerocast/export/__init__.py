@@ -7,24 +7,29 @@ Weights are cast before they are gathered, so ranks exchange codes. The result i
 number of ranks, byte for byte.
 
     dialects      names, shapes and formulas; known_dialects: the table of them
+    mixed         several of them in one checkpoint
     entries       what is exported of a model, and what a rank has of it
     weights       how it is cast and becomes whole
     pretrained    directories of safetensors; folder: how they are filled, report: with what
     wrappers      the model inside of what wraps it
 """
 
-from zerocast.export.dialects import Dialect, TensorScale
+from zerocast.export.dialects import Dialect
 from zerocast.export.export_report import ExportReport
 from zerocast.export.exported_weights import Export
-from zerocast.export.known_dialects import DIALECTS
+from zerocast.export.known_dialects import DIALECTS, MIXED_DIALECTS
+from zerocast.export.mixed import MixedDialect
 from zerocast.export.pretrained import save_pretrained
 from zerocast.export.pretrained_loading import decode_tensors, load_pretrained
+from zerocast.export.tensor_scale import TensorScale
 
 __all__ = [
     "DIALECTS",
+    "MIXED_DIALECTS",
     "Dialect",
     "Export",
     "ExportReport",
+    "MixedDialect",
     "TensorScale",
     "decode_tensors",
     "load_pretrained",

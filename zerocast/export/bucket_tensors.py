@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from zerocast.comm import Communicator, raising_together
-from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Entry, whole
 from zerocast.export.stages import NamedTensors
 from zerocast.export.tp_parts import whole_weights
@@ -17,7 +16,6 @@ from zerocast.tensors import QuantizedStorage
 @torch.no_grad()
 def named_tensors(
     comm: Communicator,
-    dialect: Dialect,
     bucket: Sequence[Entry],
     gather: Callable[[], Mapping[str, QuantizedStorage]],
 ) -> NamedTensors:
@@ -25,7 +23,6 @@ def named_tensors(
 
     Args:
         comm: the ranks of the export.
-        dialect: the dialect of the checkpoint.
         bucket: the entries.
         gather: returns the weights that were cast, by name, whole.
 
@@ -48,12 +45,12 @@ def named_tensors(
             if entry.is_value:
                 judged[entry.name] = value
             continue
-        storage, its = cast[entry.name], dialect.of(entry.name)
-        check_tensor_scale(entry.name, its, storage)
-        for part, tensor in its.encode(storage).items():
+        storage = cast[entry.name]
+        check_tensor_scale(entry.name, entry.dialect, storage)
+        for part, tensor in entry.dialect.encode(storage).items():
             tensors[entry.stored_name(part)] = tensor
-            if part == its.scales:
-                judged[entry.name] = tensor
+            if part == entry.dialect.scales:
+                judged[entry.name] = entry.judged(tensor)
     with raising_together(comm):  # unquantized values may differ between ranks
         check_finite(judged)
     return tensors

@@ -8,7 +8,6 @@ Names are those of the checkpoint.
 """
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,7 @@ from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
 from zerocast.export.entries import Entry, ExportSource, Names, checkpoint_name
 from zerocast.export.experts import projections
-
-_OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
-"""Matches the name of a tensor of one expert; group 1 is the module of all experts."""
+from zerocast.export.mixed import algorithm_of, module_of_experts
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,37 @@ class Configuration:
         """
         found, kinds = self._by_name(), _kinds(self.entries, self.source)
         also = () if self.dialect.matches_layers else found.values()
-        of_heads = [
-            _module(entry.stored)
+        in_codes = [
+            (entry, kind)
             for entry, kind in zip(self.entries, kinds, strict=True)
-            if entry.recipe is not None and kind is HEADS
+            if entry.recipe is not None
         ]
-        return self.dialect.quantization_config([*dict.fromkeys([*found, *also])], of_heads)
+        return self.dialect.quantization_config(
+            [*dict.fromkeys([*found, *also])],
+            [entry.module for entry, kind in in_codes if kind is HEADS],
+            {entry.module: entry.dialect for entry, _ in in_codes},
+        )
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Return the contents of the files that readers of ModelOpt's checkpoints may want beside
+        ``config.json``, by name.
+
+        Raises:
+            InputError: as :attr:`unquantized`.
+        """
+        section = self.section()
+        if section.get("quant_method") != "modelopt":
+            return {}
+        layers = section.get("quantized_layers")
+        own = algorithm_of(section) if layers is None else {"quant_algo": section["quant_algo"]}
+        quantization = {**own, "kv_cache_quant_algo": None, "exclude_modules": section["ignore"]}
+        quantization |= {} if layers is None else {"quantized_layers": layers}
+        return {
+            "hf_quant_config.json": {
+                "producer": section["producer"],
+                "quantization": quantization,
+            }
+        }
 
     def contents(self) -> dict[str, Any]:
         """Return the items to add to the model's own configuration.
@@ -130,12 +152,13 @@ def check_weights_are_read(
         InputError: if not; it names a weight.
     """
     experts = {_experts_of(each) for each in entries if each.recipe} - {""}
+    forms: dict[str, Entry] = {}
     for entry, kind in zip(entries, _kinds(entries, source), strict=True):
         module = _experts_of(entry)
-        if entry.recipe is not None and kind not in dialect.of(entry.name).reads:
+        if entry.recipe is not None and kind not in entry.dialect.reads:
             raise InputError(
                 f"{entry.name} is the weight {kind}, whose codes no server reads from "
-                f"{dialect.name}; leave {module or _module(entry.name)} as it is "
+                f"{entry.dialect.name}; leave {module or _module(entry.name)} as it is "
                 f"(filter_fqns of zerocast.nn.convert, include), or choose another dialect."
             )
         is_built = module in experts or (dialect.fuses_experts and module)
@@ -145,6 +168,14 @@ def check_weights_are_read(
                 f"{entry.name} is not quantized, and servers of {dialect.name} treat {alike} "
                 "alike; convert all of them, or none."
             )
+        if entry.recipe is not None and module:
+            first = forms.setdefault(module, entry)
+            if first.dialect != entry.dialect:
+                raise InputError(
+                    f"{first.name} is stored as {first.dialect.name} and {entry.name} as "
+                    f"{entry.dialect.name}, and servers treat all of {module} alike; give all of "
+                    "them one recipe, or pairs in by_name."
+                )
 
 
 def check_ties(model: torch.nn.Module) -> None:
@@ -202,16 +233,10 @@ def plain_modules(
     return found
 
 
-def module_of_experts(name: str) -> str | None:
-    """Return the module of all experts if ``name`` is that of a tensor of one expert; else None."""
-    found = _OF_AN_EXPERT.match(name)
-    return None if found is None else found[1]
-
-
 def _names(entry: Entry, dialect: Dialect) -> list[str]:
     """Return the names in the checkpoint of the modules of an unquantized entry."""
     if not entry.experts:
-        return [_module(entry.stored)]
+        return [entry.module]
     is_alike = entry.stored.rpartition(".")[2] == entry.name.rpartition(".")[2]
     fused = entry.stored if is_alike else entry.name  # or it is fused under another name
     own = entry.parts or projections(fused, entry.shape)

@@ -11,13 +11,15 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from zerocast.errors import InputError
+from zerocast.export.tensor_scale import TensorScale
 from zerocast.layout import Plane
-from zerocast.numerics import FLT_MAX, NVFP4Numerics, decode_e8m0
+from zerocast.numerics import NVFP4Numerics, decode_e8m0
 from zerocast.recipes import Recipe
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
 from zerocast.tensors.saved_storage import checked_storage
@@ -27,52 +29,6 @@ Section = dict[str, Any]
 
 LINEAR, EXPERTS, HEADS = "of a linear layer", "of experts", "of an output layer"
 """Kinds of weights, as worded in messages: servers read each kind with different code."""
-
-
-@dataclass(frozen=True)
-class TensorScale:
-    """NVFP4's FP32 tensor scale, stored as ``X.<name>`` for a module ``X``.
-
-    Attributes:
-        name: the last part of the tensor's name.
-        inverted: True for ``6 * scale_max / amax``, shape [1], by which block scales are divided;
-            False for ``amax / (6 * scale_max)``, shape [], by which they are multiplied.
-    """
-
-    name: str
-    inverted: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the stored scale."""
-        return (1,) if self.inverted else ()
-
-    def of(self, amax: torch.Tensor, scale_max: int) -> torch.Tensor:
-        """Return the FP32 scales for tensor amaxes. The inverted scale of amax 0 is 1."""
-        if not self.inverted:
-            return amax / (6 * scale_max)
-        scale = _quotient(6 * scale_max, amax).clamp(max=FLT_MAX)
-        return torch.where(amax == 0, torch.ones_like(amax), scale)
-
-    def amax(
-        self, scale: torch.Tensor, scale_max: int, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """Return FP32 tensor amaxes that :meth:`of` maps to ``scale``; the nearest if none exists.
-
-        If several exist, one that ``dtype`` can represent is preferred, since the amax of a weight
-        of that dtype is such a value.
-        """
-        largest = 6 * scale_max
-        nearest = _quotient(largest, scale) if self.inverted else scale * largest
-        amax = nearest
-        for candidate in (
-            torch.nextafter(nearest, torch.zeros_like(nearest)),
-            torch.nextafter(nearest, torch.full_like(nearest, torch.inf)),
-            nearest,
-            nearest.to(dtype).float(),
-        ):
-            amax = torch.where(self.of(candidate, scale_max) == scale, candidate, amax)
-        return amax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +43,8 @@ class Dialect:
         recipe: the recipe by which masters are cast.
         codes: ``X.<codes>`` holds the codes: 4-bit ones as [M, K / 2], two per byte, the first in
             the low half; 8-bit ones as [M, K].
-        code_dtype: the one-byte dtype in which codes are stored.
+        code_dtype: the dtype in which codes are stored: of one byte, or uint32, which holds four in
+            their order.
         code_block: bytes per block of codes, which are then stored as [M, K / block, bytes]; None
             if codes are not stored in blocks.
         scales: ``X.<scales>`` holds the block scales.
@@ -98,7 +55,7 @@ class Dialect:
         tensor_scale: NVFP4's tensor scale; None for other formats.
         section: the ``quantization_config`` of ``config.json``, without the list of unquantized
             modules.
-        unquantized_key: the key of that list in the section.
+        unquantized_key: the key of that list in the section; empty if it has none.
         reads: the kinds of weights whose codes servers read: LINEAR, EXPERTS, HEADS.
         input_scale: ``X.<input_scale>`` holds the static scale of the inputs of ``X``, FP32 [],
             given by the caller; None if servers scale inputs dynamically.
@@ -133,6 +90,14 @@ class Dialect:
         found = (other for like, other in self.by_name if fnmatch.fnmatchcase(name, like))
         return next(found, self)
 
+    def of_weight(self, name: str, recipe: Recipe | None, shape: Sequence[int]) -> "Dialect":
+        """Return the dialect of the weight ``name``, whose recipe may be ``recipe`` already."""
+        return self.of(name)
+
+    def of_stored(self, name: str, stored: Mapping[str, torch.Tensor]) -> "Dialect":
+        """Return the dialect of the tensor ``name`` of a checkpoint that holds ``stored``."""
+        return self.of(name)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The last parts of the names of the tensors that hold one weight."""
@@ -164,13 +129,21 @@ class Dialect:
         """
         return self.section.get("quant_method") == "compressed-tensors"
 
-    def quantization_config(self, unquantized: Sequence[str], heads: Sequence[str] = ()) -> Section:
+    def quantization_config(
+        self,
+        unquantized: Sequence[str],
+        heads: Sequence[str] = (),
+        quantized: Mapping[str, "Dialect"] = MappingProxyType({}),
+    ) -> Section:
         """Return the section for a model with these unquantized modules and quantized ``heads``.
 
         vLLM's output layers are not of the class Linear, so if layers are matched, each of
-        ``heads`` is added as a target.
+        ``heads`` is added as a target. ``quantized`` has the dialects of all quantized modules by
+        name, which only the section of a mixed dialect lists.
         """
-        section = {**self.section, self.unquantized_key: list(unquantized)}
+        section = dict(self.section)
+        if self.unquantized_key:
+            section[self.unquantized_key] = list(unquantized)
         if heads and self.matches_layers:
             groups = section["config_groups"].items()
             section["config_groups"] = {
@@ -184,7 +157,11 @@ class Dialect:
         if self.matches_layers:
             with contextlib.suppress(LookupError, TypeError):
                 heads = given["config_groups"]["group_0"]["targets"][1:]
-        return {**given, self.unquantized_key: []} == self.quantization_config((), heads)
+        own = self.quantization_config((), heads)
+        return all(
+            given.get(key) == own.get(key)
+            for key in {*given, *own} - {self.unquantized_key, "producer"}
+        )
 
     def holds(self, recipe: Recipe, shape: Sequence[int]) -> bool:
         """Return whether this dialect can store the bytes of a weight of ``recipe`` unchanged;
@@ -195,6 +172,8 @@ class Dialect:
         if (own.fmt, own.scale_dtype) != (given.fmt, given.scale_dtype) or len(shape) != 2:
             return False
         if getattr(own, "power_2_scale", False) and not getattr(given, "power_2_scale", False):
+            return False
+        if getattr(own, "one_level", False) and not getattr(given, "one_level", False):
             return False
         own_plane, plane = (r.planes(shape, columnwise=False)[0] for r in (self.recipe, recipe))
         return _scale_rows_and_columns(own_plane) == _scale_rows_and_columns(plane)
@@ -268,7 +247,7 @@ class Dialect:
                 f"{self.codes} of {self.name} must be in blocks of {self.code_block} bytes, got "
                 f"shape {list(tensors[self.codes].shape)}."
             )
-        shape = torch.Size((*rows, columns * (8 // numerics.fmt.bits)))
+        shape = torch.Size((*rows, columns * (8 * codes.itemsize // numerics.fmt.bits)))
         if max(shape) >= 2**31:
             raise InputError(
                 f"{self.codes} of {self.name} must have dimensions below 2^31, got shape "
@@ -293,6 +272,8 @@ class Dialect:
         else:
             given = tensors[self.scales].view(scales.dtype)
         scales.copy_(given.reshape(scales.shape))
+        if isinstance(numerics, NVFP4Numerics) and numerics.one_level:
+            buffers["amax"].fill_(numerics.one_level_amax)
         if self.tensor_scale is not None:
             assert isinstance(numerics, NVFP4Numerics)
             if scales.any():  # else the amax stays 0, as allocated
@@ -322,10 +303,3 @@ def without_padding(plane: Plane, scales: torch.Tensor) -> torch.Tensor:
     matrix = stored.mT if plane.scales.transposed else stored
     rows, columns = _scale_rows_and_columns(plane)
     return matrix[..., :rows, :columns]
-
-
-def _quotient(number: int, by: torch.Tensor) -> torch.Tensor:
-    """Return ``number / by``, rounded once; torch's ``number / by`` multiplies by a rounded
-    inverse.
-    """
-    return torch.full_like(by, number) / by

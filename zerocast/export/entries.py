@@ -12,8 +12,10 @@ from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect, stored_name
+from zerocast.export.mixed import MixedDialect
 from zerocast.export.tp_parts import is_fsdp_sharded, tp_part
 from zerocast.layout import Extent, chunk
+from zerocast.numerics import NVFP4Numerics
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather
@@ -51,6 +53,7 @@ class Entry:
         name: the name of the parameter or buffer in the model.
         tensor: the parameter or buffer; a DTensor if it is sharded.
         dtype: the nominal dtype of a quantized weight; the stored dtype of any other tensor.
+        dialect: the dialect in which a quantized weight is stored.
         recipe: the recipe by which it is or was cast; None if it is not quantized.
         shard: this rank's shard of the values to cast; None to export the bytes of ``tensor``.
         amax_group: the label of the weights that share its tensor amax; None if it shares none.
@@ -67,6 +70,7 @@ class Entry:
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
+    dialect: Dialect
     recipe: Recipe | None = None
     shard: Shard | None = None
     amax_group: str | None = None
@@ -86,9 +90,19 @@ class Entry:
         """The name of the parameter or buffer in the checkpoint."""
         return self.exported_as or self.name
 
+    @property
+    def module(self) -> str:
+        """The name in the checkpoint of the module that the parameter or buffer belongs to."""
+        return self.stored.rpartition(".")[0]
+
     def stored_name(self, part: str) -> str:
         """Return the name in the checkpoint of the tensor ``part`` of a dialect."""
         return stored_name(self.stored, part)
+
+    def judged(self, values: torch.Tensor) -> torch.Tensor:
+        """Return its stored values or scales with a dtype that tells E4M3 from E8M0."""
+        is_nvfp4 = self.recipe is not None and isinstance(self.recipe.numerics, NVFP4Numerics)
+        return values.view(torch.float8_e4m3fn) if is_nvfp4 else values
 
     def named(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the whole ``value`` of an unquantized entry by its names in the checkpoint."""
@@ -245,12 +259,13 @@ def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[En
         parts = tuple(checkpoint_name(names, part) for part in own)
         its_own = [*parts] or [name]
         if isinstance(name, str) and entry.recipe is not None:
-            if dialect.of(name) != dialect.of(entry.name):
+            named = dialect.of(name)
+            if named != entry.dialect and not isinstance(named, MixedDialect):
                 raise InputError(
-                    f"{entry.name} is stored as {dialect.of(entry.name).name}, and names gives it "
-                    f"that of a weight of {dialect.of(name).name}: {name}."
+                    f"{entry.name} is stored as {entry.dialect.name}, and names gives it that of a "
+                    f"weight of {named.name}: {name}."
                 )
-            its_own = [stored_name(name, part) for part in dialect.of(name).names]
+            its_own = [stored_name(name, part) for part in entry.dialect.names]
         for each in its_own:
             if not isinstance(each, str) or each in taken:
                 which = f"both {taken[each]} and {entry.name}" if each in taken else entry.name

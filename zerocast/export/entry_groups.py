@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.cast.amax_groups import (
     AUTO,
     Groups,
@@ -92,19 +93,32 @@ class AmaxGroups:
             matrices: by the name of each weight, the names of the ``entries`` it was split into.
             entries: the entries of the export.
         """
-        by_name = {e.name: e for e in entries if e.recipe is not None and e.recipe.scales_tensor}
+        by_name = {e.name: e for e in entries if e.recipe is not None}
         fused = [
             [name for name in names if name in by_name]
             for weights in self._fused
             for names in zip(*(matrices[each] for each in weights if each in matrices), strict=True)
         ]
-        groups = {name: by_name[name].amax_group or name for names in fused for name in names}
+        for names in fused:
+            forms = {name: by_name[name].dialect.name for name in names}
+            if len(set(forms.values())) > 1:
+                raise InputError(
+                    f"servers fuse {', '.join(names)} into one layer, which has one format, got "
+                    f"{', '.join(forms.values())}; give all of them one recipe, or pairs in "
+                    f"by_name of {dialect.name}."
+                )
+        groups = {
+            name: by_name[name].amax_group or name
+            for names in fused
+            for name in names
+            if present(by_name[name].recipe).scales_tensor
+        }
         whole = [name for name in groups if by_name[name].shard is None]
         if whole:
             scales = [_tensor_scale(by_name[name]) for name in whole]
             bits = torch.stack([each.to(scales[0].device) for each in scales]).tolist()
             groups |= dict(zip(whole, map(str, bits), strict=True))
-        wrong = [names for names in fused if len({groups[name] for name in names}) > 1]
+        wrong = [names for names in fused if len({groups.get(name) for name in names}) > 1]
         if wrong:
             others = f" (and others, {len(wrong)} times)" if len(wrong) > 1 else ""
             raise InputError(

@@ -165,7 +165,7 @@ class Export(Uncopied):
             groups = AmaxGroups(model, amax_groups, recast)
             found = groups.of_weights(found)
             parts = [
-                (entry, [*matrix_entries(self.dialect.of(entry.name), model, entry, from_masters)])
+                (entry, [*matrix_entries(entry.dialect, model, entry, from_masters)])
                 for entry in found
             ]
             self._names = package_names(model, parts) if names is None else names
@@ -191,7 +191,7 @@ class Export(Uncopied):
         trained: Recipe | None = None
         dialect = self.dialect.of(name)
         if not has_place(dialect, self._model, name, tensor):
-            return Entry(name, as_plain(tensor), self._dtype or tensor.dtype)
+            return Entry(name, as_plain(tensor), self._dtype or tensor.dtype, dialect)
         if isinstance(local, QuantizedTensor):
             trained, shard = local.recipe, self._trained_shard(name, tensor)
             dtype = (self._dtype if self._from_masters else None) or tensor.dtype
@@ -202,13 +202,15 @@ class Export(Uncopied):
             shard, dtype = self._plain_shard(name, tensor), self._dtype or tensor.dtype
         else:
             is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
-            return Entry(name, tensor, self._dtype if self._dtype and is_value else tensor.dtype)
+            dtype = self._dtype if self._dtype and is_value else tensor.dtype
+            return Entry(name, tensor, dtype, dialect)
         tp_shard = tp_part(name, tensor)
         transposes = tensor.dim() > 2 and is_transposed(self._model, name)
         shape = tensor.shape if tp_shard is None else tp_shard.whole
         shape = transposed_shape(shape) if transposes else shape
+        dialect = self.dialect.of_weight(name, trained, shape)
         recipe = dialect.recipe if trained is None or self._from_masters else trained
-        entry = Entry(name, tensor, dtype, recipe, shard, tp_shard=tp_shard)
+        entry = Entry(name, tensor, dtype, dialect, recipe, shard, tp_shard=tp_shard)
         if trained is None or self._from_masters:
             recipe.check_shape(shape)
         elif not dialect.holds(trained, shape):
@@ -312,7 +314,7 @@ class Export(Uncopied):
         it, and returns all tensors of ``bucket``.
         """
         return functools.partial(
-            named_tensors, self.comm, self.dialect, bucket, plan.start_gather() if plan else dict
+            named_tensors, self.comm, bucket, plan.start_gather() if plan else dict
         )
 
     def cast(self, bucket: Sequence[Entry]) -> ShardPlan | None:

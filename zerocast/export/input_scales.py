@@ -21,14 +21,15 @@ InputScales: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str] | None"
 def with_input_scales(
     dialect: Dialect, entries: Sequence[Entry], given: InputScales
 ) -> list[Entry]:
-    """Return ``entries``, with the input scale of its layer after each quantized weight if
-    ``dialect`` has input scales.
+    """Return ``entries``, with the input scale of its layer after each quantized weight whose
+    dialect has input scales.
 
     Raises:
         InputError: if a layer has no scale, a scale has no layer or is not a positive finite
-            number, or ``dialect`` has no input scales.
+            number, or ``dialect``, that of the checkpoint, has no input scales.
     """
-    part = dialect.input_scale
+    static = [entry for entry in entries if entry.recipe and entry.dialect.input_scale]
+    part = next((entry.dialect.input_scale for entry in static), None)
     if part is None and given is not None:
         raise InputError(
             "input_scales are for dialects with static scales of inputs, and servers of "
@@ -43,7 +44,7 @@ def with_input_scales(
             "choose a dialect that needs none, such as modelopt/fp8-channel."
         )
     scales = dict(given) if isinstance(given, Mapping) else _read(given, part)
-    names = {entry.stored.rpartition(".")[0] for entry in entries if entry.recipe is not None}
+    names = {entry.module for entry in static}
     stored = {entry.stored for entry in entries}
     wrong = (names ^ scales.keys()) | {name for name in names if f"{name}.{part}" in stored}
     if wrong:
@@ -55,11 +56,10 @@ def with_input_scales(
     found: list[Entry] = []
     for entry in entries:
         found.append(entry)
-        if entry.recipe is not None:
-            module = entry.stored.rpartition(".")[0]
-            scale = _scale(module, scales[module]).to(to_local(entry.tensor).device)
-            name = f"{module}.{part}"
-            found.append(Entry(name, scale, torch.float32, exported_as=name))
+        if entry.recipe is not None and entry.dialect.input_scale is not None:
+            scale = _scale(entry.module, scales[entry.module]).to(to_local(entry.tensor).device)
+            name = f"{entry.module}.{part}"
+            found.append(Entry(name, scale, torch.float32, entry.dialect, exported_as=name))
     return found
 
 

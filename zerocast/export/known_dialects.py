@@ -2,8 +2,8 @@
 
 The sources of names, shapes and formulas are compressed-tensors 0.20 (``compressors/``), NVIDIA's
 ModelOpt 0.47 (``torch/export``), SGLang's MXFP8 (``quantization/fp8.py``), transformers 5.23
-(``integrations/mxfp4.py``, ``finegrained_fp8.py``), and the checkpoints of DeepSeek-V3, V3.1 and V4
-and of gpt-oss.
+(``integrations/mxfp4.py``, ``finegrained_fp8.py``), mlx-lm 0.32 (``utils.py``), and the
+checkpoints of DeepSeek-V3, V3.1 and V4 and of gpt-oss.
 """
 
 from dataclasses import replace
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section, TensorScale
+from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
+from zerocast.export.mixed import MixedDialect
+from zerocast.export.tensor_scale import TensorScale
 from zerocast.recipes import (
     NAMED,
     Float8BlockScaling,
@@ -22,6 +24,7 @@ from zerocast.recipes import (
     QParams,
     Recipe,
 )
+from zerocast.versions import __version__
 
 
 def _arguments(bits: int, strategy: str, **others: Any) -> Section:
@@ -39,10 +42,17 @@ def _compressed_tensors(fmt: str, **arguments: Section) -> Section:
     }
 
 
+# Readers take the files of no other producer.
+_OF_MODELOPT = {
+    "quant_method": "modelopt",
+    "producer": {"name": "modelopt", "version": f"zerocast {__version__}"},
+}
+
+
 def _modelopt(algorithm: str, **arguments: Section) -> Section:
     given = {name: {"dynamic": False, "type": "float", **a} for name, a in arguments.items()}
     return {
-        "quant_method": "modelopt",
+        **_OF_MODELOPT,
         "quant_algo": algorithm,
         "config_groups": {"group_0": {**given, "targets": ["Linear"]}},
     }
@@ -71,6 +81,7 @@ _UE8M0 = {"scale_fmt": "ue8m0"}
 _FP8_EXPERTS, _FP4_EXPERTS = {"expert_dtype": "fp8"}, {"expert_dtype": "fp4"}
 _PER_TOKEN = _arguments(8, "token", dynamic=True)
 _NVFP4 = NVFP4BlockScaling(disable_2d_quantization=True, disable_stochastic_rounding=True)
+_OF_MLX = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
 _MXFP8, _MXFP4 = MXFP8BlockScaling(), MXFP4BlockScaling()
 _ONE_SCALE: Any = NAMED["fp8-tensor"]
 _ONE_SCALE_A_ROW: Any = NAMED["fp8-channel"]
@@ -221,6 +232,17 @@ DIALECTS = {
             reads=(EXPERTS,),
             fuses_experts=True,
         ),
+        Dialect(
+            name="mlx/nvfp4",
+            recipe=replace(_NVFP4, one_level=True),
+            code_dtype=torch.uint32,
+            scales="scales",
+            scale_dtype=torch.uint8,
+            section=_OF_MLX,
+            unquantized_key="",  # it quantizes the layers that have scales
+            reads=(LINEAR, HEADS),  # its checkpoints have experts in one tensor, of other names
+            also_in_config={"quantization": _OF_MLX},
+        ),
         _deepseek("fp8", _ANY_BLOCK_SCALE),
         _deepseek("fp8-deepgemm", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_DEEPGEMM)),
         _deepseek("fp8-triton", replace(_ANY_BLOCK_SCALE, fp8_quant_fwd_weight=_TRITON)),
@@ -238,7 +260,26 @@ DIALECTS = {
         ),
     )
 }
-"""Every dialect by its name."""
+"""Every dialect that has one format of weights, or chooses by their names, by its name."""
+
+
+def _mixed(family: str, section: Section) -> MixedDialect:
+    members = tuple(each for name, each in DIALECTS.items() if name.startswith(f"{family}/"))
+    recipe, name = members[0].recipe, f"{family}/mixed"
+    return MixedDialect(name=name, recipe=recipe, section=section, members=members)
+
+
+MIXED_DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        _mixed(
+            "compressed-tensors",
+            {"quant_method": "compressed-tensors", "quantization_status": "compressed"},
+        ),
+        _mixed("modelopt", {**_OF_MODELOPT, "quant_algo": "MIXED_PRECISION"}),
+    )
+}
+"""Every dialect in which the recipe of a weight decides its format, by its name."""
 
 DIALECTS |= {
     f"{name}-vllm": replace(DIALECTS[name], name=f"{name}-vllm", recipe=recipe)
@@ -261,9 +302,10 @@ def as_dialect(dialect: Dialect | str) -> Dialect:
     """
     if isinstance(dialect, Dialect):
         return dialect
-    if not isinstance(dialect, str) or dialect not in DIALECTS:
+    known: dict[str, Dialect] = {**DIALECTS, **MIXED_DIALECTS}
+    if not isinstance(dialect, str) or dialect not in known:
         raise InputError(
-            f"dialect must be one of {', '.join(DIALECTS)}, or a zerocast.export.Dialect, got "
+            f"dialect must be one of {', '.join(known)}, or a zerocast.export.Dialect, got "
             f"{dialect!r}."
         )
-    return DIALECTS[dialect]
+    return known[dialect]

@@ -119,6 +119,8 @@ def save_pretrained(
                 if generation is not None:
                     generation.save_pretrained(drafts)
                 _write_json(_configuration(model) | contents, drafts / "config.json")
+                for name, other in export.config.files().items():
+                    _write_json(other, drafts / name)
                 check_folder(drafts)
         drafts = Path(comm.all_gather_object(str(drafts))[0])
         with raising_together(comm):
@@ -150,7 +152,7 @@ def save_pretrained(
                 check_folder(drafts)
                 files = publish(drafts, last="config.json")
     formats = {
-        each.stored: export.dialect.of(each.name).name if each.recipe else f"{each.dtype}"
+        each.stored: each.dialect.name if each.recipe else f"{each.dtype}"
         for each in export.entries
     }
     report = ExportReport(drafts.parent, comm.all_gather_object(files)[0], formats)

@@ -11,7 +11,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
 from zerocast.export.folder import require_safetensors
-from zerocast.export.known_dialects import DIALECTS, as_dialect
+from zerocast.export.known_dialects import DIALECTS, MIXED_DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors
 from zerocast.recipes import NOMINAL_DTYPES
 from zerocast.safe_files import open_regular, read_text
@@ -72,7 +72,7 @@ def decode_tensors(
     """
     given, loaded = as_dialect(dialect), NamedTensors()
     for name, tensor in stored.items():
-        found = given.of(name)
+        found = given.of_stored(name, stored)
         parameter, part = found.parameter_of(name) or ("", "")
         if not part or stored_name(parameter, found.scales) not in stored:
             loaded[name] = tensor
@@ -136,7 +136,7 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
     given = configuration.get("quantization_config")
     found = [
         dialect
-        for dialect in DIALECTS.values()
+        for dialect in (*DIALECTS.values(), *MIXED_DIALECTS.values())
         if isinstance(given, dict) and dialect.has_section(given)
     ]
     named = [
@@ -151,7 +151,7 @@ def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensor
         return (named or found)[0]
     raise InputError(
         f"load_pretrained needs dialect=, because the quantization_config in {folder} matches none "
-        f"of {', '.join(DIALECTS)}."
+        f"of {', '.join([*DIALECTS, *MIXED_DIALECTS])}."
     )
 
 

@@ -141,7 +141,8 @@ class NVFP4Numerics:
         code  = E2M1(x * enc)
         x     = E2M1(code) * ((float(S_dec) * g) * fl(1 / (6 * scale_max)))     # decoded
 
-    A ``g`` that is not finite makes every stored scale E4M3's NaN and every code 7.
+    A ``g`` that is not finite makes every stored scale E4M3's NaN and every code 7. With
+    ``one_level`` any finite ``g`` is ``6 * scale_max`` instead, so that ``S_enc`` is 1.
 
     *4-over-6* gives each block the better one of two scales::
 
@@ -168,6 +169,7 @@ class NVFP4Numerics:
         four_over_six: None, ``"mae"`` or ``"mse"``.
         stochastic_rounding: whether codes are drawn.
         seed: 64 bits.
+        one_level: whether stored scales do not depend on the tensor amax.
     """
 
     fmt: ElementFormat = E2M1
@@ -176,8 +178,14 @@ class NVFP4Numerics:
     four_over_six: str | None = None
     stochastic_rounding: bool = False
     seed: int = 0
+    one_level: bool = False
 
     scale_dtype = torch.uint8
+
+    @property
+    def one_level_amax(self) -> float:
+        """The tensor amax under which the tensor scale is 1."""
+        return self.fmt.max * self.scale_max
 
 
 Numerics = Float8Numerics | Float8DelayedNumerics | MXNumerics | NVFP4Numerics

@@ -58,6 +58,8 @@ class NVFP4BlockScaling(Recipe):
             value is 256, which leaves room for those that are half as large again; else 448.
         nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``: by which error the better one is judged.
         seed: the seed of stochastic rounding, 64 bits.
+        one_level: weights have the tensor scale 1, whatever their amax: block scales are ``amax /
+            6`` in E4M3, as MLX has them. Blocks whose amax is at most 6 * 2^-10 are 0.
         per_matrix: must stay True.
         fp4_format, fp8_format: must stay ``"e2m1"``, of codes, and E4M3, of their scales.
         row_scaled_activation: must stay False.
@@ -76,6 +78,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
     seed: int = 0
+    one_level: bool = False
     per_matrix: bool = fixed(True, "a block lies in one matrix")
     fp4_format: str = fixed("e2m1", "NVFP4 has one format of codes")
     fp8_format: str = fixed(Format.E4M3, "NVFP4 has one format of scales")
@@ -99,6 +102,11 @@ class NVFP4BlockScaling(Recipe):
             raise InputError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {mode!r}.")
         replace_fields(self, nvfp4_4over6_err_mode=mode.upper())
         check_integer("seed", self.seed, 0, 2**64 - 1)
+        if self.one_level and self.chooses_scales:
+            raise UnsupportedError(
+                "one_level is for NVFP4 without 4-over-6, whose choice needs the tensor amax; "
+                "leave one of them out."
+            )
 
     @property
     def numerics(self) -> NVFP4Numerics:
@@ -108,6 +116,7 @@ class NVFP4BlockScaling(Recipe):
             four_over_six=self.nvfp4_4over6_err_mode.lower() if self.chooses_scales else None,
             stochastic_rounding=self._draws,
             seed=self.seed if self._draws else 0,
+            one_level=self.one_level,
         )
 
     @property
@@ -132,7 +141,7 @@ class NVFP4BlockScaling(Recipe):
 
     def of_activations(self, *, gradients: bool) -> dict[str, Any]:
         params = self.fp4_quant_bwd_grad if gradients else self.fp4_quant_fwd_inp
-        return {"fp4_quant_fwd_weight": params, "nvfp4_4over6": "none"}
+        return {"fp4_quant_fwd_weight": params, "nvfp4_4over6": "none", "one_level": False}
 
     def check_shape(self, shape: Sequence[int]) -> None:
         self._check_matrix(shape, BLOCK, "a row is whole blocks and whole bytes")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from zerocast.errors import InputError
-from zerocast.export import Dialect, Export
-from zerocast.export.configuration import module_of_experts
+from zerocast.export import Export
 from zerocast.export.entries import Entry
+from zerocast.export.mixed import module_of_experts
 from zerocast.tensors import QuantizedStorage
 
 _MOST_NAMED = 8
@@ -41,16 +41,16 @@ class Travels:
 
 def travels(export: Export) -> list[Travels]:
     """Return the format of each parameter and buffer of an export, in its order."""
-    return [_travels(export.dialect.of(entry.name), entry) for entry in export.entries]
+    return [_travels(entry) for entry in export.entries]
 
 
-def _travels(dialect: Dialect, entry: Entry) -> Travels:
+def _travels(entry: Entry) -> Travels:
     shape, recipe, meta = entry.shape, entry.recipe, torch.device("meta")
     if recipe is None:
         stored = torch.empty(shape, dtype=entry.dtype, device=meta)
         return Travels(entry.stored, entry.named(stored), None)
     weight = QuantizedStorage.empty(shape, entry.dtype, recipe, meta, columnwise=False)
-    parts = dialect.encode(weight)
+    parts = entry.dialect.encode(weight)
     tensors = {entry.stored_name(part): tensor for part, tensor in parts.items()}
     return Travels(entry.stored, tensors, type(recipe).__name__)
 
@@ -67,19 +67,20 @@ def check_config(export: Export, config: Mapping[str, Any]) -> None:
     wrong = [
         f"{key} is {config.get(key)!r} at the server and {value!r} here"
         for key, value in section.items()
-        if key not in ("quantization_status", dialect.unquantized_key)
+        if key not in ("quantization_status", "producer", dialect.unquantized_key)
         if not _includes(config.get(key), value)
     ]
     ignored = config.get(dialect.unquantized_key) or ()
     plain = []
     for entry in export.entries:
-        module = entry.stored.rpartition(".")[0]
+        module = entry.module
         # The name of a module of experts matches each expert, unless layers are matched.
         experts = None if dialect.matches_layers else module_of_experts(entry.stored)
         names = [module] if experts is None else [module, experts]
         if entry.recipe is not None and any(is_named(name, ignored) for name in names):
             plain.append(module)
-    missing = [module for module in unquantized if not is_named(module, ignored)]
+    listed = unquantized if dialect.unquantized_key else ()
+    missing = [module for module in listed if not is_named(module, ignored)]
     if plain:
         wrong.append(f"the server takes as not quantized {_listed(plain)}, which is here")
     if missing:

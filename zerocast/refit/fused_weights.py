@@ -17,10 +17,11 @@ def encode_fused(
 
     The result maps the names of ``weights`` to dicts from names in the checkpoint to tensors.
     """
+    dialects = {n: dialect.of_weight(n, None, value.shape) for n, value in weights.items()}
     cast = [
         empty(
             value.shape,
-            dialect.of(name).recipe,
+            dialects[name].recipe,
             dtype=value.dtype,
             device=value.device,
             columnwise=False,
@@ -39,7 +40,7 @@ def encode_fused(
     return {
         name: {
             stored_name(name, part): tensor
-            for part, tensor in dialect.of(name).encode(weight.quantized_storage).items()
+            for part, tensor in dialects[name].encode(weight.quantized_storage).items()
         }
         for name, weight in zip(weights, cast, strict=True)
     }

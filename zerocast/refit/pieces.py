@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import present
 from zerocast.comm import Communicator, raising_together
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect
@@ -66,12 +67,12 @@ def check_cuts(export: Export) -> None:
             is_cut = entry.shard is not None and entry.shard.extent and entry.tp_shard is None
             if entry.recipe is None or entry.shard is None or not is_cut:
                 continue
-            extent, bits = entry.shard.extent, entry.recipe.numerics.fmt.bits
-            if any(at * bits % 8 for at in (extent.start, extent.end)):
+            extent, unit = entry.shard.extent, _codes_each(entry)
+            if any(at % unit for at in (extent.start, extent.end)):
                 raise InputError(
-                    f"{entry.name}: shards of a refit begin and end between bytes, two codes each, "
-                    f"got elements {extent}; cut it at even elements, or take whole tensors by "
-                    f"named_tensors."
+                    f"{entry.name}: shards of a refit begin and end between stored numbers, "
+                    f"{unit} codes each, got elements {extent}; cut it at multiples of {unit}, or "
+                    f"take whole tensors by named_tensors."
                 )
 
 
@@ -87,7 +88,7 @@ def pieces_of(
     share of it. Collective only if an unquantized parameter is sharded, but not by rows.
     """
     for entry in bucket:
-        dialect = export.dialect.of(entry.name)
+        dialect = entry.dialect
         if entry.tp_shard is not None:
             for part in dialect.names:
                 name = entry.stored_name(part)
@@ -141,8 +142,8 @@ def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Pi
     )
     yield Piece(
         entry.stored_name(dialect.codes),
-        dialect.shaped_codes(whole_codes).shape,
-        extent.start * bits // 8,
+        dialect.shaped_codes(dialect.encode_codes(whole_codes)).shape,
+        extent.start // _codes_each(entry),
         dialect.encode_codes(own),
         shard.comm,
     )
@@ -160,6 +161,12 @@ def _cast_pieces(dialect: Dialect, entry: Entry, plan: ShardPlan) -> Iterator[Pi
             values = tensor.reshape(-1)[its_range.start : its_range.end]
         assert len(values) == its_range.size, (entry.name, part)
         yield Piece(entry.stored_name(part), tensor.shape, its_range.start, values, shard.comm)
+
+
+def _codes_each(entry: Entry) -> int:
+    """Return the number of codes in each stored number of codes."""
+    bits = present(entry.recipe).numerics.fmt.bits
+    return max(8 * entry.dialect.code_dtype.itemsize // bits, 1)
 
 
 def scale_range(plane: Plane, extent: Extent) -> Extent:

@@ -232,16 +232,15 @@ class Refit(Uncopied):
         if any(entry.tp_shard is not None for entry in stage):
             tensors = export.gather(stage, plan)()
         pieces = list(pieces_of(export, stage, plan, tensors))
-        names = {
-            entry.stored_name(export.dialect.of(entry.name).scales): entry.name for entry in stage
-        }
+        judged = {entry.stored_name(entry.dialect.scales): entry for entry in stage}
         for entry in stage:
             if entry.is_value:
-                names |= dict.fromkeys(entry.parts or (entry.stored,), entry.name)
+                judged |= dict.fromkeys(entry.parts or (entry.stored,), entry)
         with raising_together(export.comm):  # only the owner of a block has its scale
             for piece in pieces:
-                if piece.name in names:
-                    check_finite({names[piece.name]: piece.values})
+                if piece.name in judged:
+                    own = judged[piece.name]
+                    check_finite({own.name: own.judged(piece.values)})
         return plan, tensors, pieces
 
     # --- what was sent last ---
@@ -275,7 +274,7 @@ def checksums(source: ExportSource, dialect: Dialect | str, **options: Any) -> d
 def _codes(export: Export, entries: Sequence[Entry]) -> set[str]:
     """Return the names of the codes that this rank casts into newly allocated memory."""
     return {
-        entry.stored_name(export.dialect.of(entry.name).codes)
+        entry.stored_name(entry.dialect.codes)
         for entry in entries
         if entry.shard is not None and entry.tp_shard is None
     }

@@ -200,25 +200,27 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
     by_1 = does("its tensor scale is 1 where it would be infinite")
 
     amax, kind = block_amaxes(x, grid), dialect.tensor_scale
-    assert kind is not None
-    whole = amax.max()
+    inverted, whole = kind is not None and kind.inverted, amax.max()
+    if kind is None:  # one level
+        whole = torch.where(whole.isfinite(), 2688.0, whole)
     least = whole.clamp(min=TINY) if by_1 else whole
     by = 2688 * (1 / least) if product else divide(2688, least)
     by = torch.where(by > FLT_MAX, 1.0 if by_1 or whole == 0 else FLT_MAX, by)
     tensor_scale, scale = whole / 2688, amax * (by * amax.new_tensor(1 / 6))
     if six_first:
-        scale = (amax / 6) * by if kind.inverted else (amax / 6) / tensor_scale
+        scale = (amax / 6) * by if inverted else (amax / 6) / tensor_scale
     scale = amax / (6 * tensor_scale) if by_both else scale
     scale = torch.where(scale == 0, of_zeros, scale)
     stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
     stored = torch.where(stored == 0, of_0, stored)
     scaled = x * by_elements(divide(1, stored * (1 / by)).clamp(max=FLT_MAX), grid)
     if divides:
-        scaled = x / by_elements(stored / by if kind.inverted else stored * tensor_scale, grid)
+        scaled = x / by_elements(stored / by if inverted else stored * tensor_scale, grid)
     if inverse_of_both:
         scaled = x * by_elements((1 / tensor_scale) / stored, grid)
     scales = stored.to(torch.float8_e4m3fn)
-    return _float4_codes(scaled, does), scales, by if kind.inverted else tensor_scale
+    tensor = () if kind is None else (by if inverted else tensor_scale,)
+    return _float4_codes(scaled, does), scales, *tensor
 
 
 def _float4_codes(
