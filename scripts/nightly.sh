@@ -22,7 +22,7 @@ under_default() {
 
 environment "${1:-.venv}" integration
 MPIEXEC=$(dirname "$(command -v python)")/mpiexec
-stage "tests of minutes" python -m pytest -q -m nightly
+stage "tests of minutes" python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o timeout=1800 -m nightly
 for default in bfloat16 float64 meta; do
     stage "tests under default $default" under_default "$default"
 done
