@@ -523,7 +523,7 @@ def test_copies_of_several_squares(make, rows, cols):
         ("baseline", Scheme(FOUR_OVER_SIX[0], ScaleLayout(BlockGrid(40, 64, 32, 32))),
          r"at most 16x16, got 32x32; .*use_backend"),
         ("forward", Scheme(FOUR_OVER_SIX[0], ScaleLayout(BlockGrid(8, 64, 1, 32))),
-         "16x16 blocks, got BlockGrid"),
+         "blocks of 16x16 and 1x16, got BlockGrid"),
         ("forward", Scheme(NVFP4Numerics(), ScaleLayout(BlockGrid(4, 5, 16, 16))),
          "4-bit codes, got 5 columns"),
         ("forward", Scheme(Float8Numerics(E4M3), ScaleLayout(BlockGrid(8, 40, 1, 20)),
