@@ -228,7 +228,7 @@ def test_shards_that_cut_a_byte_are_refused(comm):
     values = masters()
     source = plan(comm, values, cuts(3, 1, step=1))
     refit = Refit(source, dialect, from_masters=True, dtype=torch.bfloat16, group=comm)
-    with pytest.raises(zerocast.InputError, match="begin and end between stored numbers, 2 codes each"):
+    with pytest.raises(zerocast.InputError, match="between stored numbers, 2 codes each"):
         list(refit.shards())
     for part, tensor in dict(refit.named_tensors()).items():
         assert_same_bytes(tensor, expected(dialect, values)[part], part)
