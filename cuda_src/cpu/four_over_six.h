@@ -85,6 +85,7 @@ constexpr u32 places_of_zeros() {
 // elements: no scale that is not subnormal is so far from amax / 4 or amax / 6.
 constexpr float IN_RANGE[] = {4.5f, 7.0f};
 
+// Whether all elements of blocks with these amaxes are IN_RANGE.
 ZEROCAST_FN bool all_in_range(const CandidateScales<Native>& scales, Int amax) {
     Float largest4 = Native::value(amax) * scales.multiplier4;
     Float largest6 = Native::value(amax) * scales.multiplier6;

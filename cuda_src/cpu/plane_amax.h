@@ -149,10 +149,10 @@ i32 many_blocks(const CastShard& shard, const T* master, const Slots& slots, con
     return reduce_max<Native>(tensor);
 }
 
-// Blocks of 1x16 of rows that are whole blocks: one follows the other through all rows, and none of
-// them is cut or shared.
 constexpr i64 FLAT = 16;
 
+// Whether a region is blocks of 1x16 alone, one after the other through all rows, and none of them
+// is cut or shared.
 ZEROCAST_FN bool is_flat(const Slots& slots, const Region& region) {
     const Grid& grid = slots.grid;
     return grid.block_h == 1 && grid.block_w == FLAT && grid.cols % FLAT == 0 && !slots.shared

@@ -100,7 +100,7 @@ class PartialSelect {
     const T* master_;  // as if it were the whole weight
     PlaneCast<T, Rounded, NearestGroup<E2M1>> plane_;
     i64 cut_;           // the strip's place among the rows of blocks that are cut, or -1
-    i64 whole_blocks_;  // so many of the strip's, its first, went by select_blocks()
+    i64 whole_blocks_;  // so many of the strip's, its first, go by registers of whole blocks
     BlockTables tables_;
     RowErrors errors_{};
 

@@ -281,6 +281,7 @@ MIXED_DIALECTS = {
 }
 """Every dialect in which the recipe of a weight decides its format, by its name."""
 
+# Added here, so that they are no members of the mixed dialects.
 DIALECTS |= {
     f"{name}-vllm": replace(DIALECTS[name], name=f"{name}-vllm", recipe=recipe)
     for name, recipe in (

@@ -73,8 +73,8 @@ class Cuts:
 
 
 def reads_once(numerics: Numerics, grids: Sequence[BlockGrid]) -> bool:
-    """Say whether partial_amax_cast.cu takes planes in these blocks, or partial_select.cu casts
-    them.
+    """Say whether partial_amax_cast.cu takes planes in these blocks, or a kernel that chooses
+    scales casts them.
     """
     (first, *others), side = grids, ONE_READ.get(type(numerics))
     if isinstance(numerics, NVFP4Numerics):
