@@ -10,10 +10,10 @@ cd "$(dirname "$0")/.."
 
 # Name; the packages whose versions are reported; what is installed; what is installed without its requirements; tests.
 TABLE='
-torch         | torch                                 | torch                      | | tests/tensors tests/cast/test_bitwise_guarantee.py tests/nn/test_compile.py
+torch         | torch                                 | torch transformers         | | tests/tensors tests/cast/test_bitwise_guarantee.py tests/nn/test_compile.py
 transformers  | transformers accelerate peft torchao  | transformers accelerate peft torchao | | tests/integration/test_accelerate.py
 compressed    | compressed-tensors                    | compressed-tensors transformers      | | tests/export/test_unquantized.py tests/export/test_dialects.py
-modelopt      | nvidia-modelopt                       | nvidia-modelopt            | | tests/integration/test_modelopt.py
+modelopt      | nvidia-modelopt                       | nvidia-modelopt requests   | | tests/integration/test_modelopt.py
 deepspeed     | deepspeed                             | deepspeed mpi4py mpich     | | tests/integration/test_deepspeed.py
 megatron      | megatron-core megatron-fsdp           | megatron-core megatron-fsdp triton   | | tests/integration/test_megatron.py tests/integration/test_megatron_functions.py
 torchtitan    | torchtitan                            | torchtitan triton          | | tests/adapters/torchtitan tests/integration/test_torchtitan.py

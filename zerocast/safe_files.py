@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from zerocast.errors import InputError
 
@@ -60,6 +60,45 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     if length > min(LARGEST_HEADER, os.fstat(file.fileno()).st_size):
         raise ValueError(f"its header would have {length} bytes")
     return dict(json.loads(file.read(length))), LENGTH + length
+
+
+class StoredBytes(NamedTuple):
+    """A tensor in a safetensors file: its name, safetensors' name of its dtype, its shape, and the
+    byte offset of its first and after its last element in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_tensor_table(file: IO[bytes]) -> list[StoredBytes]:
+    """Return the tensors of a safetensors file, in the order of their bytes.
+
+    Raises:
+        ValueError, TypeError, LookupError, RecursionError: if the header is missing or damaged, or
+            the tensors do not fill the file without gaps and overlaps.
+    """
+    header, begin = read_header(file)
+    header.pop("__metadata__", None)
+    table = list[StoredBytes]()
+    for name, each in header.items():
+        start, end = map(int, each["data_offsets"])
+        shape = tuple(map(int, each["shape"]))
+        table.append(StoredBytes(name, str(each["dtype"]), shape, begin + start, begin + end))
+    table.sort(key=lambda each: (each.start, each.end))
+    # Tensors that shared bytes could take longer to read than the file has bytes.
+    for each in table:
+        if each.start != begin or each.end < each.start:
+            raise ValueError(f"{each.name} does not begin where the one before it ends")
+        if len(each.shape) > MOST_DIMENSIONS or any(not 0 <= n < 2**63 for n in each.shape):
+            raise ValueError(f"{each.name} has the shape {str(each.shape)[:80]}")
+        begin = each.end
+    if begin != os.fstat(file.fileno()).st_size:
+        raise ValueError("its tensors have other bytes than the file")
+    return table
 
 
 def printable(text: str) -> str:

@@ -138,7 +138,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, wrong):
     from zerocast import safe_files
     from zerocast.export import pretrained
 
-    model, write, replace = bank([32] * 4), pretrained._write, Path.replace
+    model, write, replace = bank([32] * 4), pretrained.write_tensors, Path.replace
     (tmp_path / "README.md").write_text("kept")
 
     def full(tensors, path):
@@ -162,7 +162,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, wrong):
             zerocast.nn.convert(broken, "nvfp4")
             model, kept = broken, model
         elif wrong == "file":
-            patch.setattr(pretrained, "_write", full)
+            patch.setattr(pretrained, "write_tensors", full)
         else:
             patch.setattr(safe_files.Path, "replace", ends)
         ranks = 1 if wrong == "interrupt" else 2

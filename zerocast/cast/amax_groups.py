@@ -5,8 +5,9 @@ scale for them. Weights that share their amax from the start of training have on
 if they were one weight, concatenated by rows. Schemes without a tensor scale (blockwise, row-wise,
 MXFP8) can be fused as they are; a group does not change their bytes.
 
-Which weights servers fuse is known for the models of two packages, :data:`FAMILIES`, by the names
-in :data:`FUSED`, which are vLLM's ``packed_modules_mapping``. Other classes are not considered.
+Which weights servers fuse is known for the models of two packages, :data:`FAMILIES`, and for
+checkpoints of the first, by the names in :data:`FUSED`, which are vLLM's
+``packed_modules_mapping``. Other classes are not considered.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Groups: TypeAlias = Patterns | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 """The weights that servers are known to fuse: :func:`fused_weights`."""
 
-FAMILIES = ("transformers.models.", "torchtitan.models.")
+FAMILIES = ("transformers.models.", "torchtitan.models.", "zerocast.export.stored_model")
 """Prefixes of the modules that define the classes, or base classes, whose weights servers fuse."""
 
 FUSED = (

@@ -1,5 +1,6 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
-``checksums FILE_OR_DIR``, ``estimate MODEL``, ``conform PACKAGE`` and ``reproduce FILE``.
+``checksums FILE_OR_DIR``, ``convert SOURCE TARGET``, ``estimate MODEL``, ``conform PACKAGE`` and
+``reproduce FILE``.
 
 doctor reports what this installation can do, what would be slow and why, and compares the sharded
 cast with the unsharded one. inspect describes the tensors of a checkpoint, and checksums prints the
@@ -17,6 +18,7 @@ import zerocast
 from zerocast.cli import (
     checkpoint_files,
     conformance,
+    convert_command,
     doctor,
     estimate,
     inspection,
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sums.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=stored)
     sums.add_argument("--json", action="store_true", help="print JSON instead of lines")
     sums.set_defaults(run=lambda given: stored_checksums.checksums(given.path, as_json=given.json))
+    cast = commands.add_parser("convert", help="casts a checkpoint to a format of servers")
+    convert_command.add_arguments(cast)
+    cast.set_defaults(run=convert_command.run)
     again = commands.add_parser("reproduce", help="a cast in which verify found a difference")
     again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
     again.set_defaults(run=lambda given: reproduce.reproduce(given.path))

@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from zerocast.errors import InputError
-from zerocast.safe_files import open_regular, printable, read_header
+from zerocast.safe_files import open_regular, printable, read_tensor_table
 
 _CHUNK = 1 << 20  # bytes that are read at once
 
@@ -43,24 +42,11 @@ def _of_file(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and checksum of each tensor of a file, in the order of their bytes."""
     with open_regular(path) as file:
         try:
-            header, begin = read_header(file)
-            header.pop("__metadata__", None)
-            places, end = list[tuple[int, int, str]](), 0
-            for name, each in header.items():
-                start, stop = each["data_offsets"]
-                places.append((int(start), int(stop), name))
-            places.sort()
-            # Tensors that shared bytes could take longer to hash than the file has bytes.
-            for start, stop, name in places:
-                if start != end or stop < start:
-                    raise ValueError(f"{name} does not begin where the one before it ends")
-                end = stop
-            if begin + end != os.fstat(file.fileno()).st_size:
-                raise ValueError("its tensors have other bytes than the file")
+            table = read_tensor_table(file)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise InputError(f"{path} is not a readable .safetensors file: {error}") from error
-        for start, stop, name in places:
+        for each in table:
             found = hashlib.sha256()
-            for at in range(start, stop, _CHUNK):
-                found.update(file.read(min(_CHUNK, stop - at)))
-            yield name, found.hexdigest()
+            for at in range(each.start, each.end, _CHUNK):
+                found.update(file.read(min(_CHUNK, each.end - at)))
+            yield each.name, found.hexdigest()

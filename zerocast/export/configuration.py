@@ -17,9 +17,10 @@ import torch
 from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
-from zerocast.export.entries import Entry, ExportSource, Names, checkpoint_name
+from zerocast.export.entries import Entry, ExportSource, Names
 from zerocast.export.experts import projections
 from zerocast.export.mixed import algorithm_of, module_of_experts
+from zerocast.export.stored_names import checkpoint_name, stored_order
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ class Configuration:
         Raises:
             InputError: as :attr:`unquantized`.
         """
-        found, kinds = self._by_name(), _kinds(self.entries, self.source)
+        found, entries = self._by_name(), sorted(self.entries, key=stored_order)
+        kinds = _kinds(entries, self.source)
         also = () if self.dialect.matches_layers else found.values()
         in_codes = [
             (entry, kind)
-            for entry, kind in zip(self.entries, kinds, strict=True)
+            for entry, kind in zip(entries, kinds, strict=True)
             if entry.recipe is not None
         ]
         return self.dialect.quantization_config(
@@ -228,7 +230,11 @@ def plain_modules(
             continue
         own = stored.get(name, [])
         if isinstance(module, torch.nn.Linear):  # also one whose weight is tied and not stored
-            own = [_module(checkpoint_name(names, f"{name}.weight"))]
+            weight = checkpoint_name(names, f"{name}.weight")
+            own = [_module(weight)]
+            experts = module_of_experts(weight)
+            if experts and not dialect.matches_layers:
+                own, name = [experts], name.rsplit(".", 2)[0]
         found |= {each: name for each in own if each not in stored_above}
     return found
 

@@ -10,7 +10,6 @@ import contextlib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -216,14 +215,8 @@ class Dialect:
             scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
         return scales.view(self.scale_dtype)
 
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
-    ) -> QuantizedTensor:
-        """Return the weight stored as ``tensors``, of :attr:`recipe`, without a columnwise copy.
-
-        Args:
-            tensors: the stored tensors by :attr:`names`, as :meth:`encode` returns them.
-            dtype: the nominal dtype of the weight.
+    def shape_of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Size:
+        """Return the shape of the weight stored as ``tensors``, which may be on the meta device.
 
         Raises:
             InputError: if a tensor is missing, or its shape or dtype is not that of this dialect.
@@ -253,17 +246,36 @@ class Dialect:
                 f"{self.codes} of {self.name} must have dimensions below 2^31, got shape "
                 f"{list(codes.shape)}."
             )
-        make = partial(QuantizedStorage.empty, shape, dtype, self.recipe, columnwise=False)
+        meta = torch.device("meta")
+        empty = QuantizedStorage.empty(shape, torch.bfloat16, self.recipe, meta, columnwise=False)
         # Expected shapes come from the meta device: a tensor with empty rows may have many scales,
         # which must not be allocated before the given ones are checked.
-        for name, like in self.encode(make(torch.device("meta"))).items():
+        for name, like in self.encode(empty).items():
             given = tensors[name]
             if (given.shape, given.dtype) != (like.shape, like.dtype):
                 raise InputError(
                     f"{name} of {self.name} must be {like.dtype} {list(like.shape)} beside codes "
                     f"of shape {list(codes.shape)}, got {given.dtype} {list(given.shape)}."
                 )
-        made = make(codes.device)
+        return shape
+
+    def decode(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
+    ) -> QuantizedTensor:
+        """Return the weight stored as ``tensors``, of :attr:`recipe`, without a columnwise copy.
+
+        Args:
+            tensors: the stored tensors by :attr:`names`, as :meth:`encode` returns them.
+            dtype: the nominal dtype of the weight.
+
+        Raises:
+            InputError: as :meth:`shape_of`.
+        """
+        shape, numerics = self.shape_of(tensors), self.recipe.numerics
+        codes = tensors[self.codes]
+        if self.code_block is not None and codes.dim() > 2:
+            codes = codes.flatten(-2)
+        made = QuantizedStorage.empty(shape, dtype, self.recipe, codes.device, columnwise=False)
         plane, buffers = made.planes[0], made.buffers
         buffers[plane.codes_name].copy_(codes.view(torch.uint8))
         scales = without_padding(plane, buffers[plane.scales_name])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,6 @@ from zerocast.cast import CastPlan
 from zerocast.comm import Communicator, SingleRank, as_communicator
 from zerocast.errors import InputError, UnsupportedError
 from zerocast.export.dialects import Dialect, stored_name
-from zerocast.export.mixed import MixedDialect
 from zerocast.export.tp_parts import is_fsdp_sharded, tp_part
 from zerocast.layout import Extent, chunk
 from zerocast.numerics import NVFP4Numerics
@@ -30,19 +29,49 @@ Names: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
 """Maps names in the model to names in the checkpoint; names missing from a mapping are kept."""
 
 
+class StoredParameter(torch.nn.Parameter):
+    """A parameter whose values stay in a file until they are cast or stored.
+
+    Attributes:
+        read: returns a range of its elements, flat, on the CPU.
+    """
+
+    read: Callable[[Extent], torch.Tensor]
+
+    @staticmethod
+    def of(
+        shape: torch.Size, dtype: torch.dtype, read: Callable[[Extent], torch.Tensor]
+    ) -> "StoredParameter":
+        """Return one of this shape, which takes the memory of one element."""
+        held = torch.empty((), dtype=dtype, device="cpu").expand(shape)
+        made = torch.Tensor._make_subclass(StoredParameter, held, False)
+        made.read = read
+        return made
+
+
 @dataclass(frozen=True)
 class Shard:
     """This rank's shard of a master.
 
     Attributes:
-        values: FP32, BF16 or FP16, flat or in rows; None if the rank owns nothing.
+        values: FP32, BF16 or FP16, flat or in rows; None if the rank owns nothing, or ``read``
+            gives them.
         extent: their range in the elements of the weight.
         comm: the ranks that together own all elements.
+        read: returns a range of the weight's elements, flat, which are stored in a file; None if
+            they are in memory.
     """
 
     values: torch.Tensor | None
     extent: Extent
     comm: Communicator
+    read: Callable[[Extent], torch.Tensor] | None = None
+
+    def loaded(self) -> "Shard":
+        """Return the shard with its ``values``, which are read if they are stored elsewhere."""
+        if self.read is None:
+            return self
+        return Shard(self.read(self.extent) if self.extent else None, self.extent, self.comm)
 
 
 @dataclass(frozen=True)
@@ -166,38 +195,6 @@ def planned_weights(source: ExportSource) -> dict[str, tuple[QuantizedTensor, Sh
     }
 
 
-def included_weights(source: ExportSource, names: Sequence[str]) -> set[str]:
-    """Return the names of the weights of the linear layers that ``names`` match.
-
-    Raises:
-        InputError: if a name matches no linear layer, or only layers whose weights are tied and
-            stored under another name.
-    """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(
-            f"include must be a list of names of linear layers such as ['model.layers.*'], got "
-            f"{names!r}."
-        )
-    modules = source.named_modules() if isinstance(source, torch.nn.Module) else ()
-    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
-    found, stored = set[str](), stored_tensors(source)
-    for name in names:
-        matching = fnmatch.filter(linear, name)
-        if not matching:
-            raise InputError(
-                f"each name in include must be that of a linear layer, or a pattern with * that "
-                f"matches some, got {name!r}, which matches none of {', '.join(linear[:4])}, ..."
-            )
-        weights = {f"{module}.weight" if module else "weight" for module in matching}
-        if not weights & stored.keys():
-            raise InputError(
-                f"include names {name!r}, whose weight is tied with another and stored under that "
-                f"one's name, as it is; leave it out of include, or untie it."
-            )
-        found |= weights
-    return found
-
-
 def not_rows(name: str, why: str) -> UnsupportedError:
     """Return the error for a weight that FSDP2 does not split by rows."""
     return UnsupportedError(
@@ -238,45 +235,6 @@ def own_rows(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(values if extent else None, extent, comm)
 
 
-def renamed(entries: Sequence[Entry], names: Names, dialect: Dialect) -> list[Entry]:
-    """Return ``entries`` under their names in a checkpoint of ``dialect``.
-
-    Raises:
-        InputError: if two entries or stored tensors get the same name, a name is not a string, or
-            a quantized weight gets a name that ``dialect`` stores in another format.
-    """
-    if not (names is None or callable(names) or isinstance(names, Mapping)):
-        raise InputError(
-            f"names must be a mapping from names of parameters to those of the checkpoint, a "
-            f"function of a name, or None, got {type(names).__name__}."
-        )
-    found: list[Entry] = []
-    taken: dict[str, str] = {}
-    for entry in entries:
-        name = checkpoint_name(names, entry.name)
-        stays_fused = isinstance(names, Mapping) and entry.name in names
-        own = () if stays_fused else entry.parts
-        parts = tuple(checkpoint_name(names, part) for part in own)
-        its_own = [*parts] or [name]
-        if isinstance(name, str) and entry.recipe is not None:
-            named = dialect.of(name)
-            if named != entry.dialect and not isinstance(named, MixedDialect):
-                raise InputError(
-                    f"{entry.name} is stored as {entry.dialect.name}, and names gives it that of a "
-                    f"weight of {named.name}: {name}."
-                )
-            its_own = [stored_name(name, part) for part in entry.dialect.names]
-        for each in its_own:
-            if not isinstance(each, str) or each in taken:
-                which = f"both {taken[each]} and {entry.name}" if each in taken else entry.name
-                raise InputError(
-                    f"names must give each tensor a unique name, got {each!r} for {which}."
-                )
-            taken[each] = entry.name
-        found.append(dataclasses.replace(entry, exported_as=name, parts=parts))
-    return found
-
-
 def in_nominal_dtype(source: ExportSource, entries: list[Entry]) -> list[Entry]:
     """Return ``entries`` with unquantized FP32 masters of FSDP2 in the dtype of quantized weights.
 
@@ -303,18 +261,13 @@ def in_nominal_dtype(source: ExportSource, entries: list[Entry]) -> list[Entry]:
     ]
 
 
-def checkpoint_name(names: Names, name: str) -> str:
-    """Return the name in the checkpoint of the parameter ``name``."""
-    if names is None:
-        return name
-    return names(name) if callable(names) else names.get(name, name)
-
-
 def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole value of a tensor in ``dtype``, in which it is gathered. Collective if it is
     sharded.
     """
     if isinstance(tensor, QuantizedTensor):
         return tensor.dequantize(dtype)
+    if isinstance(tensor, StoredParameter):
+        return tensor.read(Extent(0, tensor.numel())).view(tensor.shape).to(dtype)
     stored = tensor.detach().to(dtype)
     return (stored.full_tensor() if is_sharded(stored) else stored).contiguous()

@@ -158,7 +158,10 @@ def _matrix(entry: Entry, number: int, rows: Extent) -> _Matrix:
 
 def _part(shard: Shard, own: Extent) -> Shard:
     """Return this rank's shard of the elements ``own`` of a weight of which it has ``shard``."""
-    common = shard.extent.intersect(own)
+    common, read = shard.extent.intersect(own), shard.read
+    if read is not None and common:
+        its_own = common.shifted(-own.start)
+        return Shard(None, its_own, shard.comm, lambda part: read(part.shifted(own.start)))
     if shard.values is None or not common:
         return Shard(None, NOTHING, shard.comm)
     held = common.shifted(-shard.extent.start)

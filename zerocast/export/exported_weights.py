@@ -6,6 +6,7 @@ equals ``zerocast.quantize`` of the whole weight on any number of ranks. A rank 
 two buckets, never the model; see "Note: two buckets" in :mod:`zerocast.export.stages`.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,20 +26,17 @@ from zerocast.export.entries import (
     Entry,
     ExportSource,
     Names,
-    Shard,
     gathered_dtype,
     in_nominal_dtype,
-    included_weights,
-    not_rows,
     own_rows,
-    planned_weights,
-    renamed,
     stored_tensors,
 )
 from zerocast.export.entry_groups import AmaxGroups
 from zerocast.export.experts import has_place, matrix_entries
+from zerocast.export.include import Include, included_weights
 from zerocast.export.input_scales import InputScales, with_input_scales
 from zerocast.export.known_dialects import as_dialect
+from zerocast.export.master_shards import MasterShards
 from zerocast.export.package_names import package_names
 from zerocast.export.shard_plan import EntryOwners, ShardPlan
 from zerocast.export.stages import (
@@ -49,15 +47,15 @@ from zerocast.export.stages import (
     in_turn,
     largest_shares,
 )
+from zerocast.export.stored_names import renamed
 from zerocast.export.tp_parts import check_part, tp_part
 from zerocast.export.transposed import is_transposed, transposed, transposed_shape, with_masters
 from zerocast.export.unwrapping import unwrapped
-from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_plain
-from zerocast.sharded.placement import is_sharded, reshard, to_local
+from zerocast.sharded.placement import reshard, to_local
 from zerocast.tensors import QuantizedTensor
 
 BUCKET_BYTES = 1 << 30
@@ -76,7 +74,8 @@ class Export(Uncopied):
         from_masters: False exports the bytes that the model was trained with, which the dialect
             must be able to store; True casts the masters by the dialect's recipe.
         include: linear layers that are not quantized in the model and are also cast by the
-            dialect's recipe: exact names, or patterns with ``*``.
+            dialect's recipe: exact names, or patterns with ``*``. Or a mapping from exact names of
+            parameters, also of stacks of experts, to the recipes by which they are cast.
         amax_groups: weights that are cast and share one tensor amax. "auto" groups those that
             servers are known to fuse and that are cast by the dialect's recipe, as in
             :func:`zerocast.nn.convert`. Or patterns of names, as in :class:`zerocast.CastPlan`.
@@ -114,7 +113,7 @@ class Export(Uncopied):
         *,
         optimizer: ZeroOptimizer | None = None,
         from_masters: bool = False,
-        include: Sequence[str] = (),
+        include: Include = (),
         amax_groups: Groups = AUTO,
         dtype: torch.dtype | None = None,
         names: Names = None,
@@ -127,7 +126,7 @@ class Export(Uncopied):
         if group is None and isinstance(optimizer, ZeroOptimizer):
             group = optimizer.comm
         self.comm = as_communicator(group)
-        self._model, self._optimizer, self._from_masters = model, optimizer, from_masters
+        self._model, self._from_masters = model, from_masters
         self.held_amaxes: dict[str, torch.Tensor] | None = None
         self._owners: EntryOwners | None = None
         with raising_together(self.comm):
@@ -152,7 +151,7 @@ class Export(Uncopied):
             self._model = model = unwrapped(model)
             if isinstance(model, torch.nn.Module):
                 check_ties(model)
-            self._planned = planned_weights(model)
+            self._shards = MasterShards(model, optimizer, from_masters, self.comm)
             self._included = included_weights(model, include)
             found = [self._entry(*named) for named in stored_tensors(model).items()]
             if dtype is None:
@@ -189,17 +188,20 @@ class Export(Uncopied):
     def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
         gather, local = gather_of(tensor), to_local(tensor)
         trained: Recipe | None = None
+        chosen = self._included.get(name)
+        if chosen is not None and tensor.dim() > 2:
+            chosen = dataclasses.replace(chosen, per_matrix=True)
         dialect = self.dialect.of(name)
         if not has_place(dialect, self._model, name, tensor):
             return Entry(name, as_plain(tensor), self._dtype or tensor.dtype, dialect)
         if isinstance(local, QuantizedTensor):
-            trained, shard = local.recipe, self._trained_shard(name, tensor)
+            trained, shard = local.recipe, self._shards.of_codes(name, tensor)
             dtype = (self._dtype if self._from_masters else None) or tensor.dtype
         elif gather is not None:
             trained, shard = gather.recipe, own_rows(name, tensor)
             dtype = self._dtype or gathered_dtype(gather)
         elif name in self._included:
-            shard, dtype = self._plain_shard(name, tensor), self._dtype or tensor.dtype
+            shard, dtype = self._shards.of_plain(name, tensor), self._dtype or tensor.dtype
         else:
             is_value = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
             dtype = self._dtype if self._dtype and is_value else tensor.dtype
@@ -208,11 +210,16 @@ class Export(Uncopied):
         transposes = tensor.dim() > 2 and is_transposed(self._model, name)
         shape = tensor.shape if tp_shard is None else tp_shard.whole
         shape = transposed_shape(shape) if transposes else shape
-        dialect = self.dialect.of_weight(name, trained, shape)
-        recipe = dialect.recipe if trained is None or self._from_masters else trained
+        dialect = self.dialect.of_weight(name, trained or chosen, shape)
+        recipe = (chosen or dialect.recipe) if trained is None or self._from_masters else trained
         entry = Entry(name, tensor, dtype, dialect, recipe, shard, tp_shard=tp_shard)
         if trained is None or self._from_masters:
             recipe.check_shape(shape)
+            if chosen is not None and not dialect.holds(chosen, shape):
+                raise InputError(
+                    f"include has {recipe} for {name}, whose bytes {dialect.name} cannot hold; "
+                    f"choose another recipe, such as {dialect.recipe}, or another dialect."
+                )
         elif not dialect.holds(trained, shape):
             raise InputError(
                 f"{name} was trained with {trained}, whose bytes {dialect.name} cannot hold; "
@@ -227,36 +234,6 @@ class Export(Uncopied):
         if entry.tp_shard is not None and (tensor.dim() < 3 or dialect.fuses_experts):
             check_part(name, entry.tp_shard, recipe)
         return entry
-
-    def _trained_shard(self, name: str, weight: torch.Tensor) -> Shard | None:
-        """Return this rank's shard of the master of a quantized ``weight``; None if the bytes of
-        ``weight`` are exported.
-        """
-        if not isinstance(weight, QuantizedTensor):
-            raise not_rows(name, "a DTensor of codes")
-        if not self._from_masters:
-            return None
-        if name in self._planned:
-            return self._planned[name][1]
-        if self._optimizer is None:
-            raise InputError(
-                f"from_masters=True needs optimizer=, the ZeroOptimizer that holds the master of "
-                f"{name}; or leave it out, to export the bytes of the weight."
-            )
-        return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
-
-    def _plain_shard(self, name: str, weight: torch.Tensor) -> Shard:
-        """Return the part of an unquantized ``weight`` that this rank casts. It is its rows under
-        FSDP2, its shard of the optimizer's master if there is one, else an equal share.
-        """
-        if is_sharded(weight):
-            return own_rows(name, weight)
-        if self._optimizer is not None and weight.requires_grad:
-            return Shard(*self._optimizer.local_master(weight), self._optimizer.comm)
-        size, rank = self.comm.size, self.comm.rank
-        extent = Extent(weight.numel() * rank // size, weight.numel() * (rank + 1) // size)
-        values = weight.detach().reshape(-1)[extent.start : extent.end]
-        return Shard(values if extent else None, extent, self.comm)
 
     # --- its tensors ---
 

@@ -1,5 +1,6 @@
-"""The directory of an export: what it needs, files it must not hold, tokenizer files to copy."""
+"""The directory of an export: the files that are written, that it must not hold, or are copied."""
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -9,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zerocast.errors import InputError
-from zerocast.safe_files import DRAFTS
+from zerocast.export.stages import NamedTensors
+from zerocast.safe_files import DRAFTS, read_tensor_table
+
+INDEX = "model.safetensors.index.json"
+"""The file that says which file has a tensor, where there are several."""
 
 MODEL_FILES = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "adapter_config.json",
@@ -18,10 +23,13 @@ MODEL_FILES = (
 """Files that would be read as part of the model, or instead of it; a directory with any is refused.
 """
 
-NOT_COPIED = (
-    *MODEL_FILES, "generation_config.json", ".*", "*.index.json", "*.bin", "*.pt", "*.pth",
-    "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data",
+OTHER_WEIGHTS = (
+    ".*", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack",
+    "*.onnx", "*.onnx_data",
 )  # fmt: skip
+"""Files of weights in other formats, and hidden files; these are not copied."""
+
+NOT_COPIED = (*MODEL_FILES, *OTHER_WEIGHTS, "generation_config.json")
 """Files of a tokenizer's directory that are not copied: the weights and configuration of its model.
 All others are copied, since tokenizer files, such as emoji.json or bpe.codes, follow no pattern.
 """
@@ -39,18 +47,63 @@ def add_tokenizer(tokenizer: Any, drafts: Path) -> None:
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(drafts)
     elif isinstance(tokenizer, str | os.PathLike):
-        source = Path(tokenizer)
-        for file in (*source.glob("*"), *source.glob("additional_chat_templates/*")):
-            if file.is_file() and not _is_any_of(file.name, NOT_COPIED):
-                draft = drafts / file.relative_to(source)
-                draft.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, draft)  # follows links, which the hub's cache consists of
+        copy_other_files(Path(tokenizer), drafts, NOT_COPIED)
     names = os.listdir(drafts)
     if not any(_is_any_of(name, TOKENIZER_FILES) for name in names) or "config.json" in names:
         raise InputError(
             f"tokenizer must have a method save_pretrained, which writes a tokenizer and no model, "
             f"or be a directory with tokenizer files, got {tokenizer!r:.200}."
         )
+
+
+def copy_other_files(source: Path, drafts: Path, but: Sequence[str]) -> None:
+    """Copy the files of ``source``, and its chat templates, but those that match a pattern."""
+    for file in (*source.glob("*"), *source.glob("additional_chat_templates/*")):
+        if file.is_file() and not _is_any_of(file.name, but):
+            draft = drafts / file.relative_to(source)
+            draft.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, draft)  # follows links, which the hub's cache consists of
+
+
+def file_names(count: int) -> list[str]:
+    """Return the names of ``count`` files of tensors."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def write_tensors(tensors: NamedTensors, path: Path) -> None:
+    """Write a safetensors file from host memory."""
+    from safetensors.torch import save_file
+
+    on_host = NamedTensors()
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        stored = tensor.cpu().contiguous()
+        memory = stored.untyped_storage()
+        # safetensors refuses tensors that share memory or are views of larger storages.
+        is_alone = memory.nbytes() == stored.nbytes and memory.data_ptr() not in seen
+        on_host[name] = stored if is_alone else stored.clone()
+        seen.add(memory.data_ptr())
+    save_file(on_host, path, metadata={"format": "pt"})
+
+
+def write_index(folder: Path, files: Sequence[str]) -> None:
+    """Write the index of some files of tensors in ``folder``, if there are several."""
+    places, size = dict[str, str](), 0
+    for name in files if len(files) > 1 else ():
+        with (folder / name).open("rb") as file:
+            for each in read_tensor_table(file):
+                places[each.name] = name
+                size += each.end - each.start
+    if places:
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        write_json(index, folder / INDEX)
+
+
+def write_json(content: Any, path: Path) -> None:
+    """Write a JSON file as transformers does."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def check_folder(drafts: Path) -> None:

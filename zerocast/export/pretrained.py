@@ -8,7 +8,6 @@ raised early. At the end all files are renamed to their final names, ``config.js
 directory without it is unfinished. :mod:`zerocast.export.folder` checks the directory.
 """
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -25,9 +24,18 @@ from zerocast.export.dialects import Dialect
 from zerocast.export.entries import Names
 from zerocast.export.export_report import ExportReport
 from zerocast.export.exported_weights import BUCKET_BYTES, Export
-from zerocast.export.folder import add_tokenizer, check_folder, require_safetensors
+from zerocast.export.folder import (
+    add_tokenizer,
+    check_folder,
+    file_names,
+    require_safetensors,
+    write_index,
+    write_json,
+    write_tensors,
+)
+from zerocast.export.include import Include
 from zerocast.export.input_scales import InputScales
-from zerocast.export.stages import NamedTensors
+from zerocast.export.stored_names import stored_order
 from zerocast.export.unwrapping import unwrapped
 from zerocast.optim import ZeroOptimizer
 from zerocast.safe_files import drafts_in, publish
@@ -40,7 +48,7 @@ def save_pretrained(
     dialect: Dialect | str,
     optimizer: ZeroOptimizer | None = None,
     from_masters: bool = False,
-    include: Sequence[str] = (),
+    include: Include = (),
     amax_groups: Groups = AUTO,
     dtype: torch.dtype | None = None,
     names: Names = None,
@@ -66,7 +74,8 @@ def save_pretrained(
         from_masters: False saves the bytes that the model was trained with, which the dialect must
             be able to store; True casts the masters by the dialect's recipe.
         include: linear layers that are not quantized in the model and are also cast by the
-            dialect's recipe: exact names, or patterns with ``*``.
+            dialect's recipe: exact names, or patterns with ``*``. Or a mapping from exact names of
+            parameters, also of stacks of experts, to the recipes by which they are cast.
         amax_groups: weights that the server fuses, which share one tensor amax if they are cast by
             the dialect's recipe. "auto": those of transformers and torchtitan models that servers
             are known to fuse, as in :func:`zerocast.nn.convert`. Or patterns of names,
@@ -106,6 +115,7 @@ def save_pretrained(
         bucket_bytes=bucket_bytes,
         group=group,
     )
+    export.entries.sort(key=stored_order)
     comm, model, drafts = export.comm, unwrapped(model), Path()
     with ExitStack() as opened:
         with raising_together(comm):
@@ -118,9 +128,9 @@ def save_pretrained(
                 generation = getattr(model, "generation_config", None)
                 if generation is not None:
                     generation.save_pretrained(drafts)
-                _write_json(_configuration(model) | contents, drafts / "config.json")
+                write_json(_configuration(model) | contents, drafts / "config.json")
                 for name, other in export.config.files().items():
-                    _write_json(other, drafts / name)
+                    write_json(other, drafts / name)
                 check_folder(drafts)
         drafts = Path(comm.all_gather_object(str(drafts))[0])
         with raising_together(comm):
@@ -129,26 +139,20 @@ def save_pretrained(
                     f"save_pretrained needs a directory that all ranks share, got {drafts.parent}."
                 )
 
-        count, places, size = len(export.plan_buckets()), dict[str, str](), 0
+        names_of_files = file_names(len(export.plan_buckets()))
         attempt, buckets = Attempt(), export.buckets()
-        for i in range(count):
+        for i, file in enumerate(names_of_files):
             tensors = next(buckets)  # enumerate would keep a reference to it
-            part = f"-{i + 1:05}-of-{count:05}" if count > 1 else ""
-            file = f"model{part}.safetensors"
-            places.update(dict.fromkeys(tensors, file))
-            size += sum(tensor.nbytes for tensor in tensors.values())
             if comm.rank == i % comm.size:
                 with attempt:
-                    _write(tensors, drafts / file)
+                    write_tensors(tensors, drafts / file)
             del tensors  # before the next ones are gathered
         raise_together(comm, attempt.error)
 
         files: dict[str, int] = {}
         with raising_together(comm):
             if comm.rank == 0:
-                if count > 1:
-                    index = {"metadata": {"total_size": size}, "weight_map": places}
-                    _write_json(index, drafts / "model.safetensors.index.json")
+                write_index(drafts, names_of_files)
                 check_folder(drafts)
                 files = publish(drafts, last="config.json")
     formats = {
@@ -159,29 +163,6 @@ def save_pretrained(
     if comm.rank == 0:
         logging.getLogger("zerocast").info("%s", report)
     return report
-
-
-# --- files ---
-
-
-def _write(tensors: NamedTensors, path: Path) -> None:
-    """Write a safetensors file from host memory."""
-    from safetensors.torch import save_file
-
-    on_host = NamedTensors()
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        stored = tensor.cpu().contiguous()
-        memory = stored.untyped_storage()
-        # safetensors refuses tensors that share memory or are views of larger storages.
-        is_alone = memory.nbytes() == stored.nbytes and memory.data_ptr() not in seen
-        on_host[name] = stored if is_alone else stored.clone()
-        seen.add(memory.data_ptr())
-    save_file(on_host, path, metadata={"format": "pt"})
-
-
-def _write_json(content: Any, path: Path) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _configuration(model: torch.nn.Module) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """load_pretrained: reads the quantized checkpoints that servers load."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +9,10 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
-from zerocast.export.folder import require_safetensors
 from zerocast.export.known_dialects import DIALECTS, MIXED_DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors
+from zerocast.export.stored_files import UNREADABLE, StoredFiles, read_json
 from zerocast.recipes import NOMINAL_DTYPES
-from zerocast.safe_files import open_regular, read_text
 
 
 def load_pretrained(
@@ -42,12 +40,15 @@ def load_pretrained(
         InputError: if the directory is unfinished or damaged, or its tensors do not match the
             dialect.
     """
-    require_safetensors()
     folder = Path(directory)
-    configuration = _read_configuration(folder)
-    stored = _read(folder, torch.device(device))
-    found = _dialect_of(configuration, folder, stored) if dialect is None else as_dialect(dialect)
-    dtype = _nominal_dtype(configuration) if dtype is None else dtype
+    configuration = read_configuration(folder)
+    files = StoredFiles(folder)
+    try:
+        stored = {name: each.whole().to(device) for name, each in files.tensors.items()}
+    except UNREADABLE as error:
+        raise InputError(f"{folder} has a file that cannot be read: {error}") from error
+    found = dialect_of(configuration, folder, stored) if dialect is None else as_dialect(dialect)
+    dtype = nominal_dtype(configuration) if dtype is None else dtype
     try:
         return decode_tensors(stored, found, dtype)
     except InputError as error:
@@ -89,47 +90,22 @@ def decode_tensors(
 # --- files ---
 
 
-def _read(folder: Path, device: torch.device) -> NamedTensors:
-    """Return the tensors of all files."""
-    from safetensors import SafetensorError, safe_open
+def read_configuration(folder: Path) -> dict[str, Any]:
+    """Return the contents of the ``config.json`` of a checkpoint.
 
-    index = folder / "model.safetensors.index.json"
-    tensors: NamedTensors = {}
-    try:
-        places = dict(json.loads(read_text(index))["weight_map"]) if index.is_file() else {}
-        for file in sorted(set(places.values())) or ["model.safetensors"]:
-            if Path(file).name != file:
-                raise ValueError(f"its index names {file!r}, which is not one of its files")
-            open_regular(folder / file).close()
-            with safe_open(folder / file, framework="pt", device=str(device)) as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (
-        OSError, ValueError, TypeError, LookupError, RecursionError, MemoryError, SafetensorError,
-    ) as error:  # fmt: skip
-        raise InputError(f"{folder} has a file that cannot be read: {error}") from error
-    missing = places.keys() - tensors.keys()
-    if missing:
-        raise InputError(f"{folder} lacks {min(missing)}, which its index names.")
-    return tensors
-
-
-def _read_configuration(folder: Path) -> dict[str, Any]:
+    Raises:
+        InputError: if there is none, or it cannot be read.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(
-            f"load_pretrained needs a directory with a config.json, which is written last, and "
+            f"a checkpoint is a directory with a config.json, which is written last, and "
             f"{folder} has none."
         )
-    try:
-        configuration = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(configuration, dict):
-        raise InputError(f"{path} must hold an object, got {type(configuration).__name__}.")
-    return configuration
+    return read_json(path)
 
 
-def _dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors) -> Dialect:
+def dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors) -> Dialect:
     """Return the dialect whose section is in ``configuration``. If several have that section,
     return the one that matches the names, and dtypes of codes, of ``stored``.
     """
@@ -164,7 +140,7 @@ def _is_of(dialect: Dialect, name: str, stored: NamedTensors) -> bool:
     return not is_codes or stored[name].dtype == dialect.code_dtype
 
 
-def _nominal_dtype(configuration: dict[str, Any]) -> torch.dtype:
+def nominal_dtype(configuration: dict[str, Any]) -> torch.dtype:
     """Return the dtype that ``configuration`` names; BF16 if it names no nominal dtype."""
     name = str(configuration.get("dtype", configuration.get("torch_dtype")))
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in NOMINAL_DTYPES}

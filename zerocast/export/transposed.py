@@ -80,12 +80,12 @@ def transposed_part(part: TensorParallelShard) -> TensorParallelShard:
 
 
 def with_masters(entry: Entry) -> Entry:
-    """Return ``entry``, with its transposed masters if it has ``original`` ones. Collective over
-    their ranks.
+    """Return ``entry`` with the values of its shard: read from a file if they are stored in one,
+    and transposed if it has ``original`` masters. Then it is collective over their ranks.
     """
-    given = entry.original
-    if given is None:
-        return entry
+    if entry.original is None:
+        return dataclasses.replace(entry, shard=present(entry.shard).loaded())
+    given = entry.original.loaded()
     comm, own, shape = given.comm, present(entry.shard).extent, entry.tensor.shape
     targets = [_matrices(shape, rank, comm.size) for rank in range(comm.size)]
     extents: list[Extent] = comm.all_gather_object(given.extent)

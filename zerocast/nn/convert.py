@@ -24,11 +24,11 @@ from zerocast.nn.included import (
 from zerocast.nn.layer_filter import Filter
 from zerocast.nn.linear import Linear, master_parameter, quantized_parameter
 from zerocast.nn.quantized_module import QuantizedModule
-from zerocast.nn.recipe_patterns import Recipes
 from zerocast.nn.reports import Coverage, check_initialized, coverage
 from zerocast.nn.saved_state import reserve_state
 from zerocast.nn.traced_layer import new_handle
 from zerocast.recipes import Recipe, short_name
+from zerocast.recipes.recipe_patterns import Recipes
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.report import grouped_names, note_reason
 from zerocast.tensors import QuantizedTensor
@@ -107,7 +107,7 @@ def convert(
             ``{"*.experts.*": "nvfp4-4over6", "lm_head": None, "*": "mxfp8"}``. The first pattern
             that fits a layer's name decides; without one the layer stays as it is. A pattern other
             than ``*`` converts stacks of matrices (experts), too, by the names of parameters and
-            their modules (:mod:`zerocast.nn.recipe_patterns`). Every pattern but ``*`` must
+            their modules (:mod:`zerocast.recipes.recipe_patterns`). Every pattern but ``*`` must
             decide for something.
         weights: ``"quantized"``: the parameters themselves hold codes; ``"high_precision"``: they
             stay as they are, and are quantized by each forward under :class:`zerocast.autocast`;

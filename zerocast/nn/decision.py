@@ -24,8 +24,8 @@ from zerocast.nn.included import (
 )
 from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
 from zerocast.nn.linear import check_gathered
-from zerocast.nn.recipe_patterns import RecipePatterns, Recipes
 from zerocast.recipes import Recipe, short_name
+from zerocast.recipes.recipe_patterns import RecipePatterns, Recipes
 from zerocast.tensors.wrapped_names import named_modules
 
 

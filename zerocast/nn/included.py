@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerocast.arguments import shown
 from zerocast.errors import InputError
 from zerocast.nn.linear import Linear
-from zerocast.nn.recipe_patterns import RecipePatterns
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
+from zerocast.recipes.recipe_patterns import RecipePatterns
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_master_like, as_plain
 from zerocast.sharded.placement import is_sharded

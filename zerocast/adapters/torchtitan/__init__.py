@@ -63,7 +63,7 @@ from zerocast.nn import ConversionReport
 from zerocast.nn.autocast_linear import AutocastLinear
 from zerocast.nn.layer_filter import read_filter, why_small
 from zerocast.nn.linear import check_gathered, master_parameter
-from zerocast.nn.recipe_patterns import ALL, RecipePatterns
+from zerocast.recipes.recipe_patterns import ALL, RecipePatterns
 from zerocast.sharded import precompute_scales_for_fsdp
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ import torch
 
 from zerocast.arguments import shown
 from zerocast.errors import InputError
-from zerocast.recipes import Recipe, as_recipe
+from zerocast.recipes.named import as_recipe
+from zerocast.recipes.recipe import Recipe
 
 Recipes: TypeAlias = Recipe | str | Mapping[str, Recipe | str | None]
 """A recipe or its name; or these by patterns of names, in order. None leaves a weight as it is."""

@@ -1,0 +1,127 @@
+"""StoredModel: the weights of a checkpoint in files, as a model of the names that they have there.
+
+An export of it reads one weight at a time. What a module is follows from names and shapes, since no
+code of the model is executed: a matrix ``X.weight`` is a linear layer, unless ``X`` has the name of
+an embedding. Weights that are stored in codes are decoded when they are read.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocast.arguments import present
+from zerocast.errors import InputError
+from zerocast.export.dialects import Dialect, stored_name
+from zerocast.export.entries import StoredParameter
+from zerocast.export.pretrained_loading import dialect_of, nominal_dtype, read_configuration
+from zerocast.export.stored_files import StoredFiles, StoredTensor
+from zerocast.layout import Extent
+
+EMBEDDINGS = ("embed", "wte", "wpe")
+"""Parts of the last names of modules that look rows up."""
+
+SECTIONS = ("quantization_config", "quantization")
+"""Items of ``config.json`` that say how weights are stored."""
+
+
+class StoredModule(torch.nn.Module):
+    """A module that is neither a linear layer nor an embedding."""
+
+
+class StoredModel(StoredModule):
+    """The weights of a directory as a module that cannot be run.
+
+    Args:
+        folder: a directory of safetensors files with a ``config.json``.
+        dialect: the dialect of the files; by default the one that ``config.json`` says.
+
+    Attributes:
+        files: the files.
+        configuration: the contents of ``config.json``, without the section of a dialect.
+        dialect: the dialect of its quantized weights; None if ``config.json`` has no section.
+        parts: the stored tensors of each parameter, by its name.
+
+    Raises:
+        InputError: if the directory is damaged, or stores weights in an unknown format.
+    """
+
+    def __init__(self, folder: Path, dialect: Dialect | None = None) -> None:
+        super().__init__()
+        self.configuration: dict[str, Any] = read_configuration(folder)
+        self.files = StoredFiles(folder)
+        likes = self.files.likes
+        if dialect is None and self.configuration.get("quantization_config") is not None:
+            dialect = dialect_of(self.configuration, folder, likes)
+        self.dialect = dialect
+        self.configuration = {k: v for k, v in self.configuration.items() if k not in SECTIONS}
+        self.parts: dict[str, list[StoredTensor]] = {}
+        dtype, found = nominal_dtype(self.configuration), dict[str, StoredParameter]()
+        for name, tensor in self.files.tensors.items():
+            own = None if dialect is None else dialect.of_stored(name, likes)
+            parameter, part = (own.parameter_of(name) if own else None) or ("", "")
+            if own is None or not part or stored_name(parameter, own.scales) not in likes:
+                self.parts[name] = [tensor]
+                read = tensor.read
+                found[name] = StoredParameter.of(tensor.like.shape, tensor.like.dtype, read)
+            elif part == own.codes:
+                found[parameter] = self._decoded(parameter, own, dtype)
+        for name, values in found.items():
+            self._module_of(name, found)._parameters[name.rpartition(".")[2]] = values
+        if self.configuration.get("tie_word_embeddings"):
+            self._module_of("lm_head.weight", {"lm_head.weight": torch.empty(1, 1)})
+
+    def _module_of(self, name: str, found: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        """Return the module of the parameter ``name``, made if needed, as are those above it."""
+        module: torch.nn.Module = self
+        *above, last = name.split(".")
+        if "" in (*above, last):
+            raise InputError(f"{self.files.folder} has {name!r}, which is no parameter's name.")
+        for path, each in zip(itertools.accumulate(above, "{}.{}".format), above, strict=True):
+            if each not in module._modules:
+                weight = found.get(f"{path}.weight")
+                is_layer = weight is not None and weight.dim() == 2
+                module._modules[each] = _made(each) if is_layer else StoredModule()
+            module = present(module._modules[each])
+        return module
+
+    def _decoded(self, name: str, dialect: Dialect, dtype: torch.dtype) -> StoredParameter:
+        """Return the parameter whose values the tensors of ``dialect`` decode to."""
+        stored, tensors = self.files.tensors, dict[str, StoredTensor]()
+        for part in dialect.names:
+            if stored_name(name, part) in stored:
+                tensors[part] = stored[stored_name(name, part)]
+        self.parts[name] = list(tensors.values())
+
+        try:
+            shape = dialect.shape_of({part: each.like for part, each in tensors.items()})
+        except InputError as error:
+            raise InputError(f"{self.files.folder}: {name}: {error}") from error
+        is_transposed = dialect.fuses_experts and len(shape) > 2  # as models have such matrices
+        if is_transposed:
+            shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
+
+        def read(extent: Extent) -> torch.Tensor:
+            held = {part: each.whole() for part, each in tensors.items()}
+            values = dialect.decode(held, dtype).dequantize(dtype)
+            values = values.mT if is_transposed else values
+            return values.reshape(-1)[extent.start : extent.end]
+
+        return StoredParameter.of(shape, dtype, read)
+
+    def announce(self, names: Iterable[str]) -> None:
+        """Tell the system that these parameters will be read soon."""
+        for name in names:
+            for part in self.parts.get(name, ()):
+                part.announce()
+
+
+def _made(name: str) -> torch.nn.Module:
+    """Return a layer with a matrix, without parameters."""
+    is_embedding = any(part in name for part in EMBEDDINGS)
+    kind = torch.nn.Embedding if is_embedding else torch.nn.Linear
+    made = kind(1, 1, device="meta")
+    made._parameters |= dict.fromkeys(made._parameters)
+    return made
