@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +28,7 @@ from zerocast.errors import InputError
 from zerocast.export.bucket_tensors import named_tensors
 from zerocast.export.chosen_weights import ChosenWeights
 from zerocast.export.dialects import Dialect
-from zerocast.export.entries import Entry
+from zerocast.export.entries import Entry, StoredParameter
 from zerocast.export.exported_weights import BUCKET_BYTES, Export
 from zerocast.export.folder import (
     MODEL_FILES,
@@ -43,6 +44,7 @@ from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors, in_buckets
 from zerocast.export.stored_model import StoredModel
 from zerocast.export.stored_names import stored_order
+from zerocast.layout import Extent
 from zerocast.recipes.recipe_patterns import ALL, Recipes
 from zerocast.versions import __version__
 
@@ -243,11 +245,17 @@ class CheckpointConversion:
                 written.result()
 
     def stages(self, bucket: int) -> Iterator[list[Entry]]:
-        """Yield the entries of a bucket that are read and cast at once. The next are announced."""
-        stages = in_buckets(self.buckets[bucket], STAGE_BYTES)
-        for stage, after in zip(stages, [*stages[1:], []], strict=True):
-            self.model.announce(each.name for each in after)
-            yield stage
+        """Yield the entries of a bucket that are cast at once, with their values; the next are read
+        meanwhile.
+        """
+        first, *others = in_buckets(self.buckets[bucket], STAGE_BYTES)
+        with ThreadPoolExecutor(1) as reader:
+            following = reader.submit(_loaded, first)
+            for after in [*others, None]:
+                stage = following.result()
+                if after is not None:
+                    following = reader.submit(_loaded, after)
+                yield stage
 
     @torch.no_grad()
     def tensors_of(self, stage: Sequence[Entry]) -> NamedTensors:
@@ -281,6 +289,19 @@ class CheckpointConversion:
 def value_bytes(entries: Iterable[Entry]) -> int:
     """Return the bytes of the values of some entries in high precision."""
     return sum(each.shape.numel() * each.dtype.itemsize for each in entries)
+
+
+def _loaded(stage: Sequence[Entry]) -> list[Entry]:
+    """Return entries whose values are in memory, but for those that are transposed first."""
+    found = []
+    for each in stage:
+        if each.shard is not None and each.original is None:
+            each = replace(each, shard=each.shard.loaded())
+        elif isinstance(each.tensor, StoredParameter) and each.recipe is None:
+            values = each.tensor.read(Extent(0, each.tensor.numel())).view(each.tensor.shape)
+            each = replace(each, tensor=torch.nn.Parameter(values, requires_grad=False))
+        found.append(each)
+    return found
 
 
 def _num_bytes(entry: Entry) -> int:

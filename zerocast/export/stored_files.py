@@ -4,9 +4,10 @@ Files are read by offset, not mapped into memory: a file that another program sh
 gives an error, where a mapped one would end the process.
 """
 
-import ctypes
+import contextlib
 import json
 import math
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,25 +56,32 @@ class StoredTensor:
             InputError: if the file has become shorter.
             OSError: if it cannot be read.
         """
-        found = torch.empty(extent.size, dtype=self.like.dtype, device="cpu")
-        room = memoryview((ctypes.c_char * found.nbytes).from_address(found.data_ptr()))
-        at = self.start + extent.start * found.itemsize
+        dtype, itemsize = self.like.dtype, self.like.itemsize
+        if not extent:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        held, at = _memory(extent.size * itemsize), self.start + extent.start * itemsize
+        room = memoryview(held)
         with open_regular(self.file) as file:
             while len(room):
                 count = os.preadv(file.fileno(), [room[:_MOST]], at)
                 if not count:
                     raise InputError(f"{self.file} ends before its tensors do; it was changed.")
                 room, at = room[count:], at + count
-        return found
+        return torch.frombuffer(held, dtype=dtype, count=extent.size)
 
     def whole(self) -> torch.Tensor:
         """Return the whole tensor. Raise as :meth:`read`."""
         return self.read(Extent(0, self.like.numel())).view(self.like.shape)
 
-    def announce(self) -> None:
-        """Tell the system that the tensor will be read soon."""
-        with open_regular(self.file) as file:
-            os.posix_fadvise(file.fileno(), self.start, self.like.nbytes, os.POSIX_FADV_WILLNEED)
+
+def _memory(size: int) -> mmap.mmap:
+    """Return ``size`` bytes in huge pages, where the system has them: else the faults of new pages
+    take longer than reading a fast disk.
+    """
+    held = mmap.mmap(-1, size)
+    with contextlib.suppress(OSError):
+        held.madvise(mmap.MADV_HUGEPAGE)
+    return held
 
 
 class StoredFiles:

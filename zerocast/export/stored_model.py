@@ -6,7 +6,7 @@ an embedding. Weights that are stored in codes are decoded when they are read.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class StoredModel(StoredModule):
         files: the files.
         configuration: the contents of ``config.json``, without the section of a dialect.
         dialect: the dialect of its quantized weights; None if ``config.json`` has no section.
-        parts: the stored tensors of each parameter, by its name.
 
     Raises:
         InputError: if the directory is damaged, or stores weights in an unknown format.
@@ -57,13 +56,11 @@ class StoredModel(StoredModule):
             dialect = dialect_of(self.configuration, folder, likes)
         self.dialect = dialect
         self.configuration = {k: v for k, v in self.configuration.items() if k not in SECTIONS}
-        self.parts: dict[str, list[StoredTensor]] = {}
         dtype, found = nominal_dtype(self.configuration), dict[str, StoredParameter]()
         for name, tensor in self.files.tensors.items():
             own = None if dialect is None else dialect.of_stored(name, likes)
             parameter, part = (own.parameter_of(name) if own else None) or ("", "")
             if own is None or not part or stored_name(parameter, own.scales) not in likes:
-                self.parts[name] = [tensor]
                 read = tensor.read
                 found[name] = StoredParameter.of(tensor.like.shape, tensor.like.dtype, read)
             elif part == own.codes:
@@ -93,8 +90,6 @@ class StoredModel(StoredModule):
         for part in dialect.names:
             if stored_name(name, part) in stored:
                 tensors[part] = stored[stored_name(name, part)]
-        self.parts[name] = list(tensors.values())
-
         try:
             shape = dialect.shape_of({part: each.like for part, each in tensors.items()})
         except InputError as error:
@@ -110,12 +105,6 @@ class StoredModel(StoredModule):
             return values.reshape(-1)[extent.start : extent.end]
 
         return StoredParameter.of(shape, dtype, read)
-
-    def announce(self, names: Iterable[str]) -> None:
-        """Tell the system that these parameters will be read soon."""
-        for name in names:
-            for part in self.parts.get(name, ()):
-                part.announce()
 
 
 def _made(name: str) -> torch.nn.Module:
