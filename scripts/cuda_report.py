@@ -1,10 +1,31 @@
-"""The page that scripts/bench_cuda.py writes."""
+"""The page that scripts/bench_cuda.py writes; and what pages say has run on a GPU.
+
+python scripts/cuda_report.py            fails where docs/cuda.md or README.md say anything else
+python scripts/cuda_report.py --write    than the rows in scripts/results, and writes that there
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from bench_frame import READS
+from bench_rows import Rows
+from gpu_queue import ORDER, ROWS
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "scripts" / "results"
+BEGIN, END = "<!-- Written by scripts/cuda_report.py -->\n", "\n<!-- until here -->"
+NEVER_TRIED = {
+    "train": "FSDP2, NCCL and torch.compile on GPUs",
+    "zero": "training by ZeroOptimizer on GPUs",
+    "qat": "QAT on GPUs",
+}
+"""By stage what nobody has tried before one of its rows has passed."""
 
 GOALS = {"amax": 0.90, "cast": 0.85, "transpose": 0.80}
 """Shares of the bound to be reached on an H200, Llama set, 1 rank."""
@@ -68,6 +89,11 @@ def markdown(report: dict) -> str:
     lines += ["", "| on the largest weight | recipe | Gelement/s |", "|---|---|---|"]
     for recipe, speeds in report["others"].items():
         lines += [f"| {name} | {recipe} | {v / 1e9:.1f} |" for name, v in speeds.items()]
+    for row, found in report.get("peers", {}).items():
+        lines += ["", f"{row}: " + "; ".join(
+            why if name == "skipped" else f"{name} {why / memory['copy']:.0%} of a copy"
+            for name, why in found.items()
+        )]  # fmt: skip
     lines += [
         "",
         *transformer_engine(report),
@@ -204,3 +230,87 @@ def verdicts(report: dict) -> list[str]:
             met = "met" if bf16 / ours >= goal else "MISSED"
             lines.append(f"- {where}: amax + cast {bf16 / ours:.1f} times as fast, {goal} {met}")
     return lines
+
+
+# --- what has run ---
+
+
+def recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return by row what a GPU has found, or why it failed; a later file's stands."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("rows*.jsonl")):
+        rows = Rows(path)
+        found |= {row: {"failed": why} for row, why in rows.failures().items()}
+        for row, result in rows.results().items():
+            seen = result.pop("seen", result)
+            if not seen["on"].startswith("no GPU"):
+                found[row] = {"seen": seen, **result}
+    return found
+
+
+def ran(folder: Path) -> str:
+    """Return a table of every stage, and of every row of the queue: when, on what, by what."""
+    found = recorded(folder)
+    lines = ["| what | when | on | by | found |", "|---|---|---|---|---|"]
+    for stage in ORDER:
+        rows = [row for row in (f"stage {stage}", *ROWS.get(stage, ())) if row in found]
+        for row in rows or [f"stage {stage}"]:
+            result = found.get(row, {"failed": "never tried"})
+            seen = result.get("seen", {"at": "-", "on": "-", "command": "-"})
+            on = ", torch ".join(filter(None, (seen["on"], seen.get("torch"))))
+            by = seen["command"] if seen["command"] == "-" else f"`{seen['command']}`"
+            lines.append(f"| {row} | {seen['at']} | {on} | {by} | {in_words(result)} |")
+    return "\n".join(lines)
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """Return what a row has found, in a few words."""
+    if "failed" in result or "skipped" in result:
+        return result.get("failed") or f"left out: {result['skipped']}"
+    if "summary" in result:
+        return f"{result['ended']}: {result['summary']}"
+    words = [
+        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, (int, float)) else
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in result.items()
+        if isinstance(value, (int, float)) or name == "products_on_codes"
+    ]  # fmt: skip
+    if isinstance(result.get("seconds"), dict):
+        variants = result["seconds"].items()
+        words += [f"{name}: {sum(steps.values()) * 1e3:.3g} ms" for name, steps in variants]
+    return ", ".join(words)
+
+
+def never_tried(folder: Path) -> str:
+    """Return README's line on what no row has shown."""
+    found = recorded(folder)
+    left = [
+        what
+        for stage, what in NEVER_TRIED.items()
+        if all({"failed", "skipped"} & found.get(row, {"failed": 0}).keys() for row in ROWS[stage])
+    ]
+    return f"| Never tried | {', '.join([*left, 'several machines'])} |"
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """Return the pages, with what the rows in ``folder`` say."""
+    docs, readme = ROOT / "docs" / "cuda.md", ROOT / "README.md"
+    head, rest = docs.read_text().split(BEGIN)
+    table = f"{head}{BEGIN}\n{ran(folder)}\n{END}{rest.split(END)[1]}"
+    line = re.sub(r"\| Never tried \|.*\|", never_tried(folder), readme.read_text())
+    return {docs: table, readme: line}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or say which differ."""
+    wrong = [path for path, text in pages(RECORDS).items() if path.read_text() != text]
+    for path in wrong:
+        if "--write" in arguments:
+            path.write_text(pages(RECORDS)[path])
+        else:
+            print(f"{path.name} is not what scripts/results says: scripts/cuda_report.py --write")
+    return 1 if wrong and "--write" not in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
