@@ -116,6 +116,21 @@ class Rows:
         return self.path.stat().st_size if self.path.exists() else 0
 
 
+def told(rows: Rows, chosen: Callable[[str], bool]) -> bool:
+    """Print of the rows that were chosen which failed, which were left out, and how many there are;
+    whether none has failed.
+    """
+    results = {row: found for row, found in rows.results().items() if chosen(row)}
+    failed = {row: why for row, why in rows.failures().items() if chosen(row)}
+    for row, why in failed.items():
+        print(f"FAILED {row}: {why}")
+    for row, found in results.items():
+        if "skipped" in found:
+            print(f"left out {row}: {found['skipped']}")
+    print(f"{len(results)} passed, {len(failed)} failed")
+    return not failed
+
+
 def supervise(rows: Rows, command: Sequence[str], limit: float) -> bool:
     """Run ``command``, which does rows, until it has done all of them; whether it has. It is run
     again as long as it makes rows, and killed where it has made none for ``limit`` seconds.

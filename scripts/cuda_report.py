@@ -238,8 +238,7 @@ def verdicts(report: dict) -> list[str]:
 def recorded(folder: Path) -> dict[str, dict[str, Any]]:
     """Return by row what a GPU has found, or why it failed; a later file's stands."""
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("rows*.jsonl")):
-        rows = Rows(path)
+    for rows in map(Rows, sorted(folder.glob("rows*.jsonl"))):
         found |= {row: {"failed": why} for row, why in rows.failures().items()}
         for row, result in rows.results().items():
             seen = result.pop("seen", result)
@@ -256,39 +255,33 @@ def ran(folder: Path) -> str:
         rows = [row for row in (f"stage {stage}", *ROWS.get(stage, ())) if row in found]
         for row in rows or [f"stage {stage}"]:
             result = found.get(row, {"failed": "never tried"})
-            seen = result.get("seen", {"at": "-", "on": "-", "command": "-"})
-            on = ", torch ".join(filter(None, (seen["on"], seen.get("torch"))))
-            by = seen["command"] if seen["command"] == "-" else f"`{seen['command']}`"
-            lines.append(f"| {row} | {seen['at']} | {on} | {by} | {in_words(result)} |")
-    return "\n".join(lines)
+            at, on, torch, by = (
+                result.get("seen", {}).get(key, "-") for key in ("at", "on", "torch", "command")
+            )
+            lines.append(f"| {row} | {at} | {on}, torch {torch} | `{by}` | {in_words(result)} |")
+    return "\n".join(lines).replace("-, torch -", "-").replace("`-`", "-")
 
 
 def in_words(result: dict[str, Any]) -> str:
     """Return what a row has found, in a few words."""
-    if "failed" in result or "skipped" in result:
-        return result.get("failed") or f"left out: {result['skipped']}"
     if "summary" in result:
         return f"{result['ended']}: {result['summary']}"
-    words = [
-        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, (int, float)) else
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in result.items()
-        if isinstance(value, (int, float)) or name == "products_on_codes"
-    ]  # fmt: skip
-    if isinstance(result.get("seconds"), dict):
-        variants = result["seconds"].items()
-        words += [f"{name}: {sum(steps.values()) * 1e3:.3g} ms" for name, steps in variants]
-    return ", ".join(words)
+    for kind in ("failed", "skipped"):
+        if kind in result:
+            return str(result[kind])
+    variants = {name: f"{sum(steps.values()) * 1e3:.3g} ms"
+                for name, steps in result.pop("variants", {}).items()}  # fmt: skip
+    told = {**result, **variants}.items()
+    return ", ".join(f"{name} {value}".replace("_", " ") for name, value in told
+                     if name not in ("seen", "losses", "hash", "text"))  # fmt: skip
 
 
 def never_tried(folder: Path) -> str:
     """Return README's line on what no row has shown."""
-    found = recorded(folder)
-    left = [
-        what
-        for stage, what in NEVER_TRIED.items()
-        if all({"failed", "skipped"} & found.get(row, {"failed": 0}).keys() for row in ROWS[stage])
-    ]
+    good = {
+        row for row, found in recorded(folder).items() if not {"failed", "skipped"} & set(found)
+    }
+    left = [what for stage, what in NEVER_TRIED.items() if not good & set(ROWS[stage])]
     return f"| Never tried | {', '.join([*left, 'several machines'])} |"
 
 

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in stages that run one by one or together, each within a limit of its own:
 #
 #   compile      all kernels for this GPU, by all cores, into the user's cache                              60 s
-#   train        FSDP2 over NCCL trains 181 M parameters: NVFP4, FP8, MXFP8, BF16, eager and compiled       600 s
+#   train        FSDP2 over NCCL trains 187 M parameters: NVFP4, FP8, MXFP8, BF16, eager and compiled       600 s
 #   zero         ZeroOptimizer: alone, ranks that share the GPU, a CUDA graph, a checkpoint, an export      400 s
 #   qat          QAT and QAD beside casting after training, at the same size                                300 s
 #   peers        the same work by torch, torch.compile and torchao; and by TransformerEngine's kernels      500 s
@@ -69,7 +69,7 @@ within() {
 stage_compile() { within compile 60 "$PYTHON" scripts/gpu_smoke.py compile --output "$RESULTS/rows.jsonl" "${REHEARSE[@]}"; }
 
 # queued STAGE LIMIT   the rows of a stage of gpu_queue.py
-queued() { within "$1" "$2" "$PYTHON" scripts/gpu_queue.py do "$1" "$RESULTS" "${REHEARSE[@]}"; }
+queued() { within "$1" "$2" "$PYTHON" scripts/gpu_queue.py do "$RESULTS" "$1" "${REHEARSE[@]}"; }
 
 stage_train() { queued train 600; }
 
@@ -168,7 +168,7 @@ stage_peers() {
     within peers 200 "${BENCH[@]}" --parts others "${few[@]}" "${beside[@]}"
 }
 
-TODO=$("$PYTHON" scripts/gpu_queue.py plan "${AGAIN[@]}" "$RESULTS" "${STAGES[@]}") || exit 2
+TODO=$("$PYTHON" scripts/gpu_queue.py plan "$RESULTS" "${STAGES[@]}" "${AGAIN[@]}") || exit 2
 echo "$TODO"
 ((PLAN)) && exit
 if [ ! -e "$PAGE" ]; then
@@ -184,6 +184,7 @@ for stage in "${STAGES[@]}"; do
         "$RESULTS/$stage.log" | tail -n 1 | tr -d '"\\|')
     printf '%-12s%-8s%4d s   %s\n' "$stage" "$result" $((SECONDS - started)) "$summary"
     printf '| %s | %s | %d | %s |\n' "$stage" "$result" $((SECONDS - started)) "$summary" >>"$PAGE"
-    "$PYTHON" scripts/gpu_queue.py ended "$stage" "$RESULTS" "${REHEARSE[@]}" "$result" $((SECONDS - started)) "$summary"
+    "$PYTHON" scripts/gpu_queue.py note "$RESULTS" "$stage" "${REHEARSE[@]}" \
+        --ended "$result" $((SECONDS - started)) "$summary"
 done
 exit "$FAILED"

@@ -1,8 +1,8 @@
 """What is to run on a GPU, in which order, and for how long: the stages of scripts/gpu_check.sh.
 
-    gpu_queue.py plan DIRECTORY [--again] STAGE...      what is left to do, and how long it takes
-    gpu_queue.py do STAGE DIRECTORY [--rehearse]        the rows of a stage of ROWS, by processes
-    gpu_queue.py ended STAGE DIRECTORY RESULT SECONDS   notes how a stage of gpu_check.sh has ended
+    gpu_queue.py plan DIRECTORY STAGE... [--again]      what is left to do, and how long it takes
+    gpu_queue.py do DIRECTORY STAGE [--rehearse]        the rows of a stage of ROWS, by processes
+    gpu_queue.py note DIRECTORY STAGE --ended RESULT SECONDS SUMMARY
 
 A GPU is had for a quarter of an hour at a time. So every row has an estimate, and the stages are in
 the order of what is least known. Each row of ROWS runs in a process that is killed where it
@@ -19,10 +19,11 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from itertools import accumulate, product
 from pathlib import Path
 
-from bench_rows import Result, Rows, supervise
+from bench_rows import Result, Rows, supervise, told
 
 RUN = 900
 """Seconds for which a GPU is had at a time."""
@@ -30,52 +31,43 @@ RUN = 900
 START = 15.0
 """Seconds until a process that does rows has imported torch and begun its first."""
 
+TRAINED = (
+    "nvfp4 weights eager", "bf16 weights eager", "fp8 products eager", "mxfp8 weights eager",
+    "nvfp4 products eager", "fp8 products compiled", "bf16 weights compiled",
+    "nvfp4 weights compiled", "mxfp8 products compiled", "torchao products compiled",
+)  # fmt: skip
+ALONE = ("nccl 1 nvfp4", "nccl 1 mxfp8", "fused 1 nvfp4", "graph 1 nvfp4", "checkpoint 1 nvfp4",
+         "export 1 nvfp4")  # fmt: skip
+ON_RANKS = ("gloo 2 nvfp4", "mpi 2 nvfp4", "gloo 4 fp8", "mpi 4 mxfp8")
+METHODS = {"PTC": 5.0, "QAT": 20.0, "QAD": 25.0, "PTC-of-BF16": 5.0}
+TIMED = ("nvfp4_stochastic", "nvfp4_4over6", "nvfp4", "mxfp8")
+
 ROWS: dict[str, dict[str, float]] = {
-    "train": {
-        "train nvfp4 weights eager": 25, "train bf16 weights eager": 15,
-        "train fp8 products eager": 20, "train mxfp8 weights eager": 25,
-        "train nvfp4 products eager": 25, "train fp8 products compiled": 50,
-        "train bf16 weights compiled": 45, "train nvfp4 weights compiled": 50,
-        "train mxfp8 products compiled": 55, "train torchao products compiled": 50,
-    },
-    "zero": {
-        "zero nccl 1 nvfp4": 15, "zero nccl 1 mxfp8": 15, "zero fused 1 nvfp4": 15,
-        "zero graph 1 nvfp4": 15, "zero gloo 2 nvfp4": 30, "zero mpi 2 nvfp4": 30,
-        "zero gloo 4 fp8": 35, "zero mpi 4 mxfp8": 40, "zero checkpoint 1 nvfp4": 15,
-        "zero export 1 nvfp4": 15,
-    },
-    "qat": {
-        "qat start": 35, "qat BF16": 15,
-        **{f"qat {method} {recipe}": seconds for recipe in ("nvfp4", "mxfp4")
-           for method, seconds in (("PTC", 5), ("QAT", 20), ("QAD", 25), ("PTC of BF16", 5))},
-    },
-    "kernels": {
-        f"kernels {weights} {recipe}": 5.0
-        for weights in ("llama", "narrow") for recipe in ("nvfp4_stochastic", "nvfp4_4over6",
-                                                          "nvfp4", "mxfp8")
-    },
-}  # fmt: skip
+    "train": {f"train {row}": 50.0 if "compiled" in row else 25.0 for row in TRAINED},
+    "zero": {f"zero {row}": 15.0 for row in ALONE} | {f"zero {row}": 35.0 for row in ON_RANKS},
+    "qat": {"qat start": 35.0, "qat BF16": 15.0}
+    | {f"qat {way} {recipe}": METHODS[way] for recipe, way in product(("nvfp4", "mxfp4"), METHODS)},
+    "kernels": {f"kernels {row[0]} {row[1]}": 5.0 for row in product(("llama", "narrow"), TIMED)},
+}
 """By stage its rows, and the seconds that each is expected to take on an H200: guesses, until a
 GPU has run them. Offload, which the queue is to have a stage for, does not exist.
 """
 
-OTHERS: dict[str, float] = {
-    "compile": 20, "peers": 60, "smoke": 35, "speed": 85, "tests": 130, "sanitizers": 200,
-    "counters": 100,
+ORDER = {
+    "compile": 20.0, "train": 0.0, "zero": 0.0, "qat": 0.0, "peers": 60.0, "kernels": 0.0,
+    "smoke": 35.0, "tests": 130.0, "speed": 85.0, "sanitizers": 200.0, "counters": 100.0,
 }  # fmt: skip
-"""The seconds of the other stages: a little more than an H200 took."""
-
-ORDER = (
-    "compile", "train", "zero", "qat", "peers", "kernels", "smoke", "tests", "speed",
-    "sanitizers", "counters",
-)  # fmt: skip
-"""The first minute answers the largest question: whether FSDP2 trains NVFP4 over NCCL."""
+"""All stages, and the seconds of those without ROWS: a little more than an H200 took. The first
+minute answers the largest question: whether FSDP2 trains NVFP4 over NCCL.
+"""
 
 KINDS = {"speed": ("speed", "host"), "peers": ("peers", "others", "transformer_engine")}
 """By stage what the names of its rows begin with, where that is not the stage's name."""
 
-ROWS_OF = "rows.jsonl", "bench_cuda.jsonl"
-"""The files of a directory that have rows."""
+
+def files(directory: Path) -> list[Rows]:
+    """Return the rows of a directory."""
+    return [Rows(directory / name) for name in ("rows.jsonl", "bench_cuda.jsonl")]
 
 
 def limit(stage: str) -> float:
@@ -88,29 +80,20 @@ def estimate(stage: str, done: Collection[str] = ()) -> float:
     if f"stage {stage}" in done:
         return 0.0
     left = [seconds for row, seconds in ROWS.get(stage, {}).items() if row not in done]
-    return OTHERS[stage] if stage not in ROWS else START * bool(left) + sum(left)
+    return ORDER[stage] + START * bool(left) + sum(left)
 
 
 def runs(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return by stage the number of the run in which it ends, if one goes on in the next."""
-    spent, found = 0.0, {}
-    for stage, own in seconds.items():
-        spent += own
-        found[stage] = 1 + int(spent // RUN)
-    return found
-
-
-def ended(directory: Path) -> set[str]:
-    """Return the rows that are not done again, and the stages that ended well."""
-    rows = [Rows(directory / name) for name in ROWS_OF]
-    again = {row for each in rows for row, found in each.results().items()
-             if found.get("ended", "ok") != "ok"}  # fmt: skip
-    return {row for each in rows for row in each.ended()} - again
+    """Return by stage the number of the run in which it ends, where one goes on in the next."""
+    ends = accumulate(seconds.values())
+    return {stage: 1 + int(end // RUN) for stage, end in zip(seconds, ends, strict=True)}
 
 
 def plan(directory: Path, stages: Sequence[str]) -> str:
     """Return what is left to do of ``stages``, a line each, and the sum."""
-    done = ended(directory)
+    failed = {"ended": "FAILED"}.items()  # such a stage is run again
+    done = {row for rows in files(directory) for row in rows.ended()
+            if not failed <= rows.results().get(row, {}).items()}  # fmt: skip
     seconds = {stage: estimate(stage, done) for stage in stages}
     lines = []
     for stage, run in runs(seconds).items():
@@ -124,75 +107,49 @@ def plan(directory: Path, stages: Sequence[str]) -> str:
 def forget(directory: Path, stages: Sequence[str]) -> None:
     """Drop the rows of ``stages``, so that they are done again."""
     kinds = {kind for stage in stages for kind in KINDS.get(stage, (stage,))}
-    for name in ROWS_OF:
-        Rows(directory / name).forget(
-            lambda row: row.split()[0] in kinds or row in {f"stage {stage}" for stage in stages}
-        )
+    own = {f"stage {stage}" for stage in stages}
+    for rows in files(directory):
+        rows.forget(lambda row: row in own or row.split()[0] in kinds)
 
 
-def seen(command: str, *, rehearsed: bool = False) -> Result:
+def seen(command: str, *, rehearsed: bool) -> Result:
     """Return when and on what a row was found, and by which command."""
     gpu = "no GPU: a rehearsal on an emulation"
     if not rehearsed and (tool := shutil.which("nvidia-smi")) is not None:
         asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
         gpu = done.stdout.split("\n")[0] or gpu
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "none"
     at = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    return {"at": at, "on": gpu, "torch": torch, "command": command}
-
-
-def do(stage: str, directory: Path, command: Sequence[str]) -> int:
-    """Let processes do the rows of a stage; say which failed."""
-    rows = Rows(directory / "rows.jsonl")
-    done = supervise(rows, command, limit(stage))
-    results, failed = rows.results(), rows.failures()
-    own = list(ROWS[stage])
-    for row in own:
-        if row in failed:
-            print(f"FAILED {row}: {failed[row]}")
-        elif "skipped" in results.get(row, {}):
-            print(f"left out {row}: {results[row]['skipped']}")
-    count = {"passed": results, "failed": failed}
-    print(", ".join(f"{sum(row in of for row in own)} {name}" for name, of in count.items()))
-    return 0 if done and not any(row in failed for row in own) else 1
+    return {"at": at, "on": gpu, "torch": version("torch"), "command": command}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Plan, do or note."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = parser.add_subparsers(dest="part", required=True)
-    planned, done, noted = (parts.add_parser(name) for name in ("plan", "do", "ended"))
-    planned.add_argument("directory", type=Path)
-    planned.add_argument("stages", nargs="+", choices=ORDER)
-    planned.add_argument("--again", action="store_true", help="forget their rows")
-    done.add_argument("stage", choices=ROWS)
-    noted.add_argument("stage", choices=ORDER)
-    for each in (done, noted):
-        each.add_argument("directory", type=Path)
-        each.add_argument("--rehearse", action="store_true", help="small, without a GPU")
-    noted.add_argument("result")
-    noted.add_argument("seconds", type=float)
-    noted.add_argument("summary")
+    parser.add_argument("part", choices=("plan", "do", "note"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("stages", nargs="+", choices=ORDER)
+    parser.add_argument("--again", action="store_true", help="forget their rows")
+    parser.add_argument("--rehearse", action="store_true", help="small, without a GPU")
+    parser.add_argument("--ended", nargs=3, metavar=("RESULT", "SECONDS", "SUMMARY"))
     options = parser.parse_args(arguments)
+    directory, stage = options.directory, options.stages[0]
     if options.part == "plan":
         if options.again:
-            forget(options.directory, options.stages)
-        print(plan(options.directory, options.stages))
+            forget(directory, options.stages)
+        print(plan(directory, options.stages))
         return 0
-    where = seen(f"scripts/gpu_check.sh DIRECTORY {options.stage}", rehearsed=options.rehearse)
-    if options.part == "ended":
-        where |= {"ended": options.result, "summary": options.summary}
-        Rows(options.directory / "rows.jsonl").note(
-            f"stage {options.stage}", options.seconds, where
-        )
+    where = seen(f"scripts/gpu_check.sh DIRECTORY {stage}", rehearsed=options.rehearse)
+    if options.part == "note":
+        result, seconds, summary = options.ended
+        where |= {"ended": result, "summary": summary}
+        files(directory)[0].note(f"stage {stage}", float(seconds), where)
         return 0
-    worker = [sys.executable, str(Path(__file__).with_name("gpu_rows.py")), options.stage]
-    worker += [str(options.directory), "--seen", json.dumps(where)]
-    return do(options.stage, options.directory, worker + ["--rehearse"] * options.rehearse)
+    worker = [sys.executable, str(Path(__file__).with_name("gpu_rows.py")), stage, str(directory)]
+    worker += ["--seen", json.dumps(where), *(["--rehearse"] * options.rehearse)]
+    rows = files(directory)[0]
+    done = supervise(rows, worker, limit(stage))
+    return 0 if told(rows, ROWS[stage].__contains__) and done else 1
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from bench_frame import prepare, run_all
 from bench_rows import Result, Rows
-from gpu_model import ByteLlama, Decoder, load_text
+from gpu_model import ByteLlama, load_text
 from gpu_queue import ROWS, limit
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -65,7 +65,9 @@ RECIPES = {
 }
 LR, PRETRAINING_LR = 3e-4, 1e-3
 DTYPE = torch.bfloat16
-FULL = Decoder(layers=16, width=1024, hidden=2816, heads=16, context=1024)
+SIZES = {"layers": 16, "width": 1024, "heads": 16, "context": 1024}
+"""Of the model that is trained on a GPU, of 80 GiB or more: 187 M parameters."""
+SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 32}
 STAYING = (4, 8)
 """Thread blocks for each processor of the GPU, where blocks stay."""
 
@@ -76,14 +78,15 @@ class Place:
 
     Attributes:
         machine: the device, and the kernels' backend.
-        sizes, few: of the model of ``train`` and ``qat``, and of that of ``zero``.
+        folder: of the rows.
+        sizes: of the model; that of ``zero`` has a fourth of the layers.
         batch: sequences of a step, over all ranks.
         steps: of a training; a sixth of them warm up, and are not timed.
     """
 
     machine: bench_cuda.Machine
-    sizes: Decoder
-    few: Decoder
+    folder: Path
+    sizes: dict[str, int]
     batch: int
     steps: int
 
@@ -98,24 +101,22 @@ class Place:
         return time.perf_counter()
 
     def backend(self, recipe: str) -> AbstractContextManager[object]:
-        """In which casts of ``recipe`` are launched as on a GPU."""
-        emulated = not self.on_gpu and recipe == "nvfp4"
+        """In which casts of NVFP4 are launched as on a GPU."""
+        emulated = recipe == "nvfp4" and not self.on_gpu
         return zerocast.use_backend(self.machine.backend) if emulated else nullcontext()
+
+    def model(self, **sizes: int) -> ByteLlama:
+        """One in FP32, always of the same values."""
+        torch.manual_seed(0)
+        with torch.device(self.machine.device):
+            return ByteLlama(**{**self.sizes, **sizes})
 
     def text(self, draw: torch.Generator, *, held: bool = False, ranks: int = 1) -> list:
         """Inputs and targets of a step, a rank's part of them."""
         corpus, _ = load_text()
         part = corpus.validation if held else corpus.training
-        text = sample(part, self.batch // ranks, self.sizes.context, draw)
+        text = sample(part, self.batch // ranks, self.sizes["context"], draw)
         return [each.to(self.machine.device) for each in text]
-
-
-def place_of(rehearsed: bool) -> Place:
-    """A GPU of 80 GiB or more, where 181 M parameters are trained; or the CPU."""
-    if rehearsed:
-        sizes = Decoder(layers=2, width=128, hidden=96, heads=4, context=32)
-        return Place(bench_cuda.emulation(), sizes, replace(sizes, layers=1), 4, 6)
-    return Place(bench_cuda.gpu(), FULL, replace(FULL, layers=4), 16, 60)
 
 
 # --- bytes ---
@@ -137,15 +138,13 @@ def equal(name: str, weight: zerocast.QuantizedTensor, master: torch.Tensor) -> 
     return count
 
 
-def equal_zero(model: torch.nn.Module, optimizer: ZeroOptimizer) -> Result:
+def equal_zero(model: ByteLlama, optimizer: ZeroOptimizer) -> Result:
     """Compare all weights of a ZeroOptimizer. Collective."""
     zerocast.verify(model)
-    counts = [
-        equal(name, parameter, optimizer.gather_master(parameter))
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, zerocast.QuantizedTensor)
-    ]
-    return {"bytes_compared": sum(counts)}
+    weights = {name: p for name, p in model.named_parameters() if name.startswith("blocks")}
+    matrices = {name: weight for name, weight in weights.items() if weight.ndim == 2}
+    masters = {name: optimizer.gather_master(weight) for name, weight in matrices.items()}
+    return {"bytes_compared": sum(equal(name, matrices[name], masters[name]) for name in masters)}
 
 
 def equal_sharded(model: ByteLlama) -> Result:
@@ -156,11 +155,10 @@ def equal_sharded(model: ByteLlama) -> Result:
         for name, parameter in model.named_parameters()
         if isinstance(parameter.to_local(), zerocast.sharded.MasterWeight)
     }
-    for module in (*model.layers, model):
+    for module in (*model.blocks, model):
         module.unshard()
     weights = dict(model.named_parameters())
-    counts = [equal(name, weights[name], master) for name, master in masters.items()]
-    return {"bytes_compared": sum(counts)}
+    return {"bytes_compared": sum(equal(name, weights[name], masters[name]) for name in masters)}
 
 
 # --- train and qat ---
@@ -168,9 +166,7 @@ def equal_sharded(model: ByteLlama) -> Result:
 
 def sharded(place: Place, recipe: str, how: str = "eager", state: dict | None = None) -> ByteLlama:
     """FP32 masters under FSDP2, gathered in codes of ``recipe``."""
-    torch.manual_seed(0)
-    with torch.device(place.machine.device):
-        model = ByteLlama(place.sizes)
+    model = place.model()
     model.load_state_dict(state or model.state_dict())
     if recipe == "torchao":
         from torchao.float8 import convert_to_float8_training
@@ -179,10 +175,10 @@ def sharded(place: Place, recipe: str, how: str = "eager", state: dict | None = 
     elif RECIPES[recipe] is not None:
         zerocast.nn.convert(model, RECIPES[recipe], weights="master", filter_fqns=["head"])
     policy = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
-    for layer in model.layers:
+    for block in model.blocks:
         if how == "compiled":
-            layer.compile(backend="inductor" if place.on_gpu else "aot_eager")
-        fully_shard(layer, mp_policy=policy)
+            block.compile(backend="inductor" if place.on_gpu else "aot_eager")
+        fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
@@ -219,7 +215,7 @@ def fit(
         if known is not None:
             zerocast.sharded.precompute_scales_for_fsdp(model)
         losses.append(loss.detach())
-    tokens = (steps - warm) * place.batch * place.sizes.context
+    tokens = (steps - warm) * place.batch * place.sizes["context"]
     found = {"tokens_a_second": round(tokens / (place.clock() - began)), "text": load_text()[1]}
     return found | {"losses": [round(loss.item(), 4) for loss in losses], **validate(place, model)}
 
@@ -239,40 +235,37 @@ def train(place: Place, recipe: str, products: str, how: str) -> Result:
         return {"skipped": "torchao is not installed"}
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with place.backend(recipe):
-        model = sharded(place, recipe, how)
-        found = fit(place, model, recipe, products=products == "products")
-        found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        if place.on_gpu:
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
-        if RECIPES.get(recipe) is not None:
-            where = {"device": place.machine.device, "dtype": DTYPE}
-            explained = zerocast.nn.explain(model, RECIPES[recipe], **where).products
-            by_library = sum(product.engine == "library" for product in explained)
-            found["products_on_codes"] = f"{by_library} of {len(explained)}, under autocast"
-            found |= equal_sharded(model)
+    model = sharded(place, recipe, how)
+    found = fit(place, model, recipe, products=products == "products")
+    if place.on_gpu:
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if RECIPES.get(recipe) is not None:
+        where = {"device": place.machine.device, "dtype": DTYPE}
+        explained = zerocast.nn.explain(model, RECIPES[recipe], **where).products
+        by_library = sum(product.engine == "library" for product in explained)
+        found["products_on_codes"] = f"{by_library} of {len(explained)}, under autocast"
+        found |= equal_sharded(model)
     return found
 
 
-def qat(place: Place, states: Path, method: str, recipe: str = "bf16") -> Result:
-    """A row of ``qat``. What the other rows begin from is kept in the folder ``states``."""
+def qat(place: Place, method: str, recipe: str = "bf16") -> Result:
+    """A row of ``qat``. What other rows begin from is kept in the folder of the rows."""
 
     def kept(name: str) -> Path:
-        return states / f"qat_{name}.pt"
+        return place.folder / f"qat_{name}.pt"
 
-    begins = "BF16" if method == "PTC of BF16" else "start"
+    begins = "BF16" if method == "PTC-of-BF16" else "start"
     if method != "start" and not kept(begins).exists():
-        qat(place, states, begins)  # its row was done on a machine that is gone
+        qat(place, begins)  # its row was done on a machine that is gone
     state = None if method == "start" else torch.load(kept(begins))
-    with place.backend(recipe):
-        model = sharded(place, recipe, state=state)
-        if "PTC" in method:
-            return validate(place, model) | equal_sharded(model)
-        teacher = sharded(place, "bf16", state=state) if method == "QAD" else None
-        most = {"steps": 4 * place.steps, "lr": PRETRAINING_LR} if method == "start" else {}
-        found = fit(place, model, recipe, teacher=teacher, **most)
-        if recipe != "bf16":
-            return found | equal_sharded(model)
+    model = sharded(place, recipe, state=state)
+    if method.startswith("PTC"):
+        return validate(place, model) | equal_sharded(model)
+    teacher = sharded(place, "bf16", state=state) if method == "QAD" else None
+    most = {"steps": 4 * place.steps, "lr": PRETRAINING_LR} if method == "start" else {}
+    found = fit(place, model, recipe, teacher=teacher, **most)
+    if recipe != "bf16":
+        return found | equal_sharded(model)
     values = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
     torch.save(values, kept("new"))
     kept("new").replace(kept(method))
@@ -282,101 +275,92 @@ def qat(place: Place, states: Path, method: str, recipe: str = "bf16") -> Result
 # --- zero ---
 
 
-Trained = tuple[ByteLlama, ZeroOptimizer]
-
-
 def zero_model(
     place: Place, recipe: str, inner: type = torch.optim.AdamW, **options: object
-) -> Trained:
+) -> tuple[ByteLlama, ZeroOptimizer]:
     """A model that holds codes of ``recipe``, and its optimizer."""
-    torch.manual_seed(0)
-    with torch.device(place.machine.device):
-        model = ByteLlama(place.few).to(DTYPE)
+    model = place.model(layers=max(1, place.sizes["layers"] // 4)).to(DTYPE)
     zerocast.nn.convert(model, RECIPES[recipe], weights="quantized", filter_fqns=["head"])
     return model, ZeroOptimizer(model.named_parameters(), inner, lr=LR, **options)
 
 
-def step_of(place: Place, trained: Trained, step: int, rank: int = 0, ranks: int = 1) -> None:
-    """One step on this rank's part of its text. Collective."""
-    draw = torch.Generator().manual_seed(step * ranks + rank)
-    inputs, targets = place.text(draw, ranks=ranks)
-    cross_entropy(trained[0](inputs), targets).backward()
-    trained[1].step()
-    trained[1].zero_grad(set_to_none=False)
+def steps_of(
+    place: Place, model: ByteLlama, optimizer: ZeroOptimizer, steps: range,
+    comm: Communicator | None = None,
+) -> None:  # fmt: skip
+    """Make steps, each on this rank's part of its text. Collective."""
+    rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
+    for step in steps:
+        draw = torch.Generator().manual_seed(step * ranks + rank)
+        inputs, targets = place.text(draw, ranks=ranks)
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
 
 
-def zero(
+def alone(
     place: Place, recipe: str, comm: Communicator | None = None, inner: type = torch.optim.AdamW
 ) -> Result:
     """Train, and compare. Collective."""
-    rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
-    with place.backend(recipe):
-        trained = zero_model(place, recipe, inner, group=comm, verify="hash")
-        began = place.clock()
-        for step in range(place.steps // 3):
-            step_of(place, trained, step, rank, ranks)
-        seconds = round(place.clock() - began, 3)
-        return {"ranks": ranks, "seconds": seconds, **equal_zero(*trained)}
+    model, optimizer = zero_model(place, recipe, inner, group=comm, verify="hash")
+    began = place.clock()
+    steps_of(place, model, optimizer, range(place.steps // 3), comm)
+    return {"seconds": round(place.clock() - began, 3), **equal_zero(model, optimizer)}
 
 
-def zero_graph(place: Place, recipe: str) -> Result:
+def graph(place: Place, recipe: str) -> Result:
     """Capture the optimizer's step in a CUDA graph, and replay it on other gradients."""
-    with place.backend(recipe):
-        # AdamW asks for a GPU where its step can be captured.
-        model, optimizer = zero_model(place, recipe, capturable=place.on_gpu)
-        for step in range(2):  # launches are made ready, and gradients have their memory
-            step_of(place, (model, optimizer), step)
-        if place.on_gpu:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-            optimizer.step = graph.replay
-        for step in range(2, 5):
-            step_of(place, (model, optimizer), step)
-        place.clock()
-        return equal_zero(model, optimizer)
+    # AdamW asks for a GPU where its step can be captured.
+    model, optimizer = zero_model(place, recipe, capturable=place.on_gpu)
+    steps_of(place, model, optimizer, range(2))  # launches are made ready, gradients have memory
+    if place.on_gpu:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            optimizer.step()
+        optimizer.step = captured.replay
+    steps_of(place, model, optimizer, range(2, 5))
+    place.clock()
+    return equal_zero(model, optimizer)
 
 
-def zero_checkpoint(place: Place, recipe: str) -> Result:
+def checkpoint(place: Place, recipe: str) -> Result:
     """Save, load into a new optimizer, and go on: the same masters, and their casts."""
-    with place.backend(recipe), tempfile.TemporaryDirectory() as folder:
-        trained = [zero_model(place, recipe) for _ in range(2)]
-        step_of(place, trained[0], 0)
-        zerocast.checkpoint.save(f"{folder}/saved", trained[0][1], trained[0][0])
-        zerocast.checkpoint.load(f"{folder}/saved", trained[1][1], trained[1][0])
-        masters = []
-        for model, optimizer in trained:
-            step_of(place, (model, optimizer), 1)
-            masters.append([optimizer.gather_master(each) for each in model.parameters()])
-        for own, other in zip(*masters, strict=True):
-            assert torch.equal(own, other), "WRONG: a master differs after loading"
-        return equal_zero(*trained[1])
+    pairs = [zero_model(place, recipe) for _ in range(2)]
+    steps_of(place, *pairs[0], range(1))
+    with tempfile.TemporaryDirectory() as folder:
+        zerocast.checkpoint.save(f"{folder}/saved", pairs[0][1], pairs[0][0])
+        zerocast.checkpoint.load(f"{folder}/saved", pairs[1][1], pairs[1][0])
+    for pair in pairs:
+        steps_of(place, *pair, range(1, 2))
+    for own, other in zip(*(model.parameters() for model, _ in pairs), strict=True):
+        masters = pairs[0][1].gather_master(own), pairs[1][1].gather_master(other)
+        assert torch.equal(*masters), "WRONG: a master differs after loading"
+    return equal_zero(*pairs[1])
 
 
-def zero_export(place: Place, recipe: str) -> Result:
+def export(place: Place, recipe: str) -> Result:
     """Export weights of the device, and compare the values that a server reads."""
-    with place.backend(recipe), tempfile.TemporaryDirectory() as folder:
-        model, optimizer = zero_model(place, recipe)
-        step_of(place, (model, optimizer), 0)
+    model, optimizer = zero_model(place, recipe)
+    steps_of(place, model, optimizer, range(1))
+    with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, f"{folder}/export", dialect="compressed-tensors/nvfp4", dtype=DTYPE)
-        for name, exported in load_pretrained(f"{folder}/export", dtype=DTYPE).items():
-            if isinstance(exported, zerocast.QuantizedTensor):
-                own = model.get_parameter(name).dequantize().cpu()
-                wrong = first_difference(name, exported.dequantize(), own)
-                assert wrong is None, f"WRONG in the export: {wrong}"
-        return equal_zero(model, optimizer)
+        exported = load_pretrained(f"{folder}/export", dtype=DTYPE)
+    for name, weight in exported.items():
+        if isinstance(weight, zerocast.QuantizedTensor):
+            own = model.get_parameter(name).dequantize().cpu()
+            wrong = first_difference(name, weight.dequantize(), own)
+            assert wrong is None, f"WRONG in the export: {wrong}"
+    return equal_zero(model, optimizer)
 
 
-def on_ranks(place: Place, kind: str, ranks: int, recipe: str) -> Result:
+def on_ranks(place: Place, kind: str, ranks: str, recipe: str) -> Result:
     """Processes that share the device; what rank 0 found."""
     if kind == "mpi" and (find_spec("mpi4py") is None or shutil.which("mpiexec") is None):
         return {"skipped": "mpi4py or mpiexec is not installed"}
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    launch = {
-        "gloo": [*run, str(ranks)],
-        "mpi": ["mpiexec", "-n", str(ranks), sys.executable, "-m", "mpi4py"],
-    }[kind]
-    command = [*launch, str(Path(__file__)), "zero", "-", "--rank", recipe]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    mpi = ["mpiexec", "-n", ranks, sys.executable, "-m", "mpi4py"]
+    command = [*torchrun, ranks] if kind == "gloo" else mpi
+    command += [str(Path(__file__)), "zero", str(place.folder), "--rank", recipe]
     # Open MPI starts ranks for root, as in a container, and on fewer cores, if it is told to.
     allowed = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -391,13 +375,12 @@ def on_ranks(place: Place, kind: str, ranks: int, recipe: str) -> Result:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def be_rank(place: Place, recipe: str) -> None:
-    """One of the processes of :func:`on_ranks`: rank 0 prints what it found."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # where its launcher is killed
-    with launched_ranks() as comm:
-        found = zero(place, recipe, comm)
-        if comm.rank == 0:
-            print(json.dumps(found), flush=True)
+def zero(place: Place, what: str, ranks: str, recipe: str) -> Result:
+    """A row of ``zero``."""
+    fused, shared = partial(alone, inner=FusedAdamW), partial(on_ranks, ranks=ranks)
+    known = {"nccl": alone, "fused": fused, "graph": graph, "checkpoint": checkpoint,
+             "export": export}  # fmt: skip
+    return known[what](place, recipe) if what in known else shared(place, what, recipe=recipe)
 
 
 # --- kernels ---
@@ -407,35 +390,31 @@ def kernels(place: Place, weights: str, recipe: str) -> Result:
     """Time the steps of a cast by each variant, and hash what they write."""
     machine, launcher = place.machine, place.machine.backend.launcher
     processors = torch.cuda.get_device_properties(0).multi_processor_count if place.on_gpu else 1
-    whole, found = launcher.max_grid, {"seconds": {}, "hash": {}}
-    for name, grid in {
-        "as they are": whole,
-        **{f"{n} stay": n * processors for n in STAYING},
-    }.items():
-        machine.free()
-        launcher.max_grid = grid
-        work = bench_cuda.prepare_rank_0(
-            machine.backend, bench_cuda.RECIPES[recipe], machine.sets[weights], 1, machine.device
-        )
-        seconds = machine.seconds(5, flushing=True)
-        found["seconds"][name] = {s: float(f"{seconds(run):.5g}") for s, run in work.steps.items()}
-        found["hash"][name] = hashed(machine.backend, recipe, machine.device)
-        launcher.max_grid = whole
+    grids = {"as they are": launcher.max_grid, **{f"{n} stay": n * processors for n in STAYING}}
+    scheme, shapes, found = bench_cuda.RECIPES[recipe], machine.sets[weights], {}
+    hashes, seconds = {}, machine.seconds(5, flushing=True)
+    try:
+        for name, grid in grids.items():
+            work = None  # the memory of the one before
+            machine.free()
+            launcher.max_grid = grid
+            work = bench_cuda.prepare_rank_0(machine.backend, scheme, shapes, 1, machine.device)
+            found[name] = {step: float(f"{seconds(run):.5g}") for step, run in work.steps.items()}
+            hashes[name] = hashed(machine.backend, recipe, machine.device)
+    finally:
+        launcher.max_grid = grids["as they are"]
     with zerocast.use_backend("reference"):
-        found["hash"]["the reference"] = hashed(backend_for(torch.device("cpu")), recipe, "cpu")
-    assert len(set(found["hash"].values())) == 1, (
-        f"WRONG: the bytes have the hashes {found['hash']}"
-    )
-    return found
+        hashes["the reference"] = hashed(backend_for(torch.device("cpu")), recipe, "cpu")
+    assert len(set(hashes.values())) == 1, f"WRONG: the bytes have the hashes {hashes}"
+    return {"variants": found, "hash": hashes}
 
 
 def hashed(backend: Backend, recipe: str, device: str) -> str:
     """A hash of all that a cast of weights of several widths writes."""
     shapes, draw = [(160, 256), (48, 64), (128, 1024)], torch.Generator().manual_seed(0)
     masters = [torch.randn(rows * cols, generator=draw).to(device) for rows, cols in shapes]
-    extents = [Extent(0, len(master)) for master in masters]
-    scheme, where = bench_cuda.RECIPES[recipe], torch.device(device)
-    work = prepare(backend, scheme, shapes, extents, masters, where)
+    extents, scheme = [Extent(0, len(master)) for master in masters], bench_cuda.RECIPES[recipe]
+    work = prepare(backend, scheme, shapes, extents, masters, torch.device(device))
     run_all(work.cast)
     digest = hashlib.sha256()
     for storage in work.storages:
@@ -446,36 +425,31 @@ def hashed(backend: Backend, recipe: str, device: str) -> str:
 
 # --- the worker ---
 
-
-def work_of(place: Place, row: str, states: Path) -> Callable[[], Result]:
-    """What makes a row, by its name in the queue."""
-    stage, first, *rest = row.split()
-    if stage == "train":
-        return partial(train, place, first, *rest)
-    if stage == "kernels":
-        return partial(kernels, place, first, *rest)
-    if stage == "qat":
-        recipe = [rest.pop()] if rest else []
-        return partial(qat, place, states, " ".join([first, *rest]), *recipe)
-    if first in ("gloo", "mpi"):
-        return partial(on_ranks, place, first, int(rest[0]), rest[1])
-    alone = {
-        "nccl": zero, "fused": partial(zero, inner=FusedAdamW), "graph": zero_graph,
-        "checkpoint": zero_checkpoint, "export": zero_export,
-    }  # fmt: skip
-    return partial(alone[first], place, rest[1])
+STAGES = {"train": train, "zero": zero, "qat": qat, "kernels": kernels}
 
 
-def tidy(work: Callable[[], Result], seen: Result, place: Place, hung: float) -> Result:
+def do(place: Place, row: str, seen: Result) -> Result:
     """Do a row, say when and on what, and leave no memory to the next."""
-    faulthandler.dump_traceback_later(hung)  # into the log, before it is killed
+    stage, *words = row.split()
+    faulthandler.dump_traceback_later(0.9 * limit(stage))  # into the log, before it is killed
     try:
-        return work() | {"seen": seen}
+        with place.backend("nvfp4" if "nvfp4" in words else ""):
+            return STAGES[stage](place, *words) | {"seen": seen}
     finally:
         faulthandler.cancel_dump_traceback_later()
         torch.compiler.reset()
         gc.collect()
         place.machine.free()
+
+
+def be_rank(place: Place, recipe: str) -> None:
+    """One of the processes of :func:`on_ranks`: rank 0 prints what it found."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # where its launcher is killed
+    with launched_ranks() as comm:
+        with place.backend(recipe):
+            found = alone(place, recipe, comm)
+        if comm.rank == 0:
+            print(json.dumps(found), flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -487,18 +461,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seen", type=json.loads, default={}, help="noted in each row")
     parser.add_argument("--rank", metavar="RECIPE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    place = place_of(options.rehearse)
+    machine = bench_cuda.emulation() if options.rehearse else bench_cuda.gpu()
+    sizes = (SMALL, 4, 6) if options.rehearse else (SIZES, 16, 60)
+    place = Place(machine, options.directory, *sizes)
     if options.rank:
         be_rank(place, options.rank)
         return 0
-    dist.init_process_group(
-        "nccl" if place.on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    after = options.seen, place, 0.9 * limit(options.stage)
-    works = {
-        row: partial(tidy, work_of(place, row, options.directory), *after)
-        for row in ROWS[options.stage]
-    }
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    transport = "nccl" if place.on_gpu else "gloo"
+    dist.init_process_group(transport, store=store, rank=0, world_size=1)
+    works = {row: partial(do, place, row, options.seen) for row in ROWS[options.stage]}
     if not Rows(options.directory / "rows.jsonl").do(works):
         return 1  # the device may be in a state in which nothing ends
     dist.destroy_process_group()
