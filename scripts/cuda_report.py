@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,16 +292,6 @@ def pages(folder: Path) -> dict[Path, str]:
     return {docs: table, readme: line}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the pages, or say which differ."""
-    wrong = [path for path, text in pages(RECORDS).items() if path.read_text() != text]
-    for path in wrong:
-        if "--write" in arguments:
-            path.write_text(pages(RECORDS)[path])
-        else:
-            print(f"{path.name} is not what scripts/results says: scripts/cuda_report.py --write")
-    return 1 if wrong and "--write" not in arguments else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for page, text in pages(RECORDS).items():
+        page.write_text(text)

@@ -357,12 +357,15 @@ def on_ranks(place: Place, kind: str, ranks: str, recipe: str) -> Result:
     """Processes that share the device; what rank 0 found."""
     if kind == "mpi" and (find_spec("mpi4py") is None or shutil.which("mpiexec") is None):
         return {"skipped": "mpi4py or mpiexec is not installed"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--local-addr", "127.0.0.1", "--nproc-per-node"]
     mpi = ["mpiexec", "-n", ranks, sys.executable, "-m", "mpi4py"]
     command = [*torchrun, ranks] if kind == "gloo" else mpi
     command += [str(Path(__file__)), "zero", str(place.folder), "--rank", recipe]
-    # Open MPI starts ranks for root, as in a container, and on fewer cores, if it is told to.
+    # Open MPI starts ranks for root, as in a container, and on fewer cores, if it is told to; gloo
+    # needs no name of the host where it knows the interface.
     allowed = {
+        "GLOO_SOCKET_IFNAME": "lo",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
