@@ -57,8 +57,9 @@ ORDER = {
     "compile": 20.0, "train": 0.0, "zero": 0.0, "qat": 0.0, "peers": 60.0, "kernels": 0.0,
     "smoke": 35.0, "tests": 130.0, "speed": 85.0, "sanitizers": 200.0, "counters": 100.0,
 }  # fmt: skip
-"""All stages, and the seconds of those without ROWS: a little more than an H200 took. The first
-minute answers the largest question: whether FSDP2 trains NVFP4 over NCCL.
+"""All stages, and the seconds of those without ROWS: a little more than an H200 took; of peers
+without compiling TransformerEngine. The first minute answers the largest question: whether FSDP2
+trains NVFP4 over NCCL.
 """
 
 KINDS = {"speed": ("speed", "host"), "peers": ("peers", "others", "transformer_engine")}
