@@ -54,7 +54,7 @@ from bench_frame import (
     run_all,
 )
 from bench_host import PLANS, host_seconds, host_time, without_device
-from bench_others import PLAIN, TORCHAO, torchao_casts
+from bench_others import PLAIN, TORCHAO, torchao_blocks, torchao_casts
 from bench_rows import Result, Rows, supervise
 from cuda_report import markdown
 
@@ -227,6 +227,23 @@ def others(machine: Machine, recipe: str, rounds: int) -> Result:
     return {name: x.numel() / seconds(run) for name, run in casts.items()}
 
 
+def blocks_beside_torchao(machine: Machine, rounds: int) -> Result:
+    """Measure bytes a second on the largest weight in 128x128 blocks: ours, and torchao's kernel on
+    FP32 and, as its users call it, on BF16.
+    """
+    if (theirs := torchao_blocks()) is None:
+        return {"skipped": "torchao is not installed"}
+    shape, recipe = max(next(iter(machine.sets.values())), key=math.prod), RECIPES["fp8_blockwise"]
+    work = prepare_rank_0(machine.backend, recipe, [shape], 1, machine.device)
+    x = next(iter(work.masters.tensors)).view(shape)
+    rounded, seconds = x.bfloat16(), machine.seconds(rounds, flushing=True)
+    return {
+        "zerocast": 5 * x.numel() / seconds(work.steps["one pass"]),
+        "torchao, FP32": 5 * x.numel() / seconds(lambda: theirs(x)),
+        "torchao, BF16": 3 * x.numel() / seconds(lambda: theirs(rounded)),
+    }
+
+
 def run_once(machine: Machine, steps: Sequence[str]) -> None:
     """Run steps, each a ``RECIPE:STEP``, on eight of the largest weight, after a whole cast: what a
     profiler counts that begins when it is told.
@@ -314,6 +331,7 @@ def works(machine: Machine, options: argparse.Namespace) -> dict[str, Callable[[
     if "others" in options.parts:
         for recipe in PLAIN:
             found[f"others {recipe}"] = partial(others, machine, recipe, rounds)
+        found["peers torchao 128x128"] = partial(blocks_beside_torchao, machine, rounds)
     if options.transformer_engine:
         checkout = options.transformer_engine.resolve()
         for name, ranks, recipe in rows:
@@ -357,6 +375,7 @@ def report_of(rows: Rows, checkout: Path | None) -> Result | None:
         "rows": list(of("speed").values()),
         "others": {row.split()[1]: result for row, result in of("others").items()},
         "failed": failures,
+        "peers": of("peers"),
     }
     if checkout is not None:
         beside = list(of("transformer_engine").values())

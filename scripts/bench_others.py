@@ -91,6 +91,15 @@ def torchao_casts() -> dict[str, Cast]:
     return {"NVFP4": nvfp4, "FP8": fp8}
 
 
+def torchao_blocks() -> Cast | None:
+    """torchao's kernel for FP8 in 128x128 blocks; None where it is not installed."""
+    try:
+        from torchao.prototype.blockwise_fp8_training import kernels
+    except ImportError:  # triton's, too
+        return None
+    return kernels.triton_fp8_blockwise_weight_quant_rhs
+
+
 def all_casts() -> dict[str, dict[str, Cast]]:
     """By recipe, then by who does it: eager and compiled."""
     plain: dict[str, Cast] = {"NVFP4": plain_nvfp4, "FP8": plain_fp8}

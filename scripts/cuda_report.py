@@ -1,10 +1,29 @@
-"""The page that scripts/bench_cuda.py writes."""
+"""The page that scripts/bench_cuda.py writes; and what pages say has run on a GPU.
+
+python scripts/cuda_report.py            fails where docs/cuda.md or README.md say anything else
+python scripts/cuda_report.py --write    than the rows in scripts/results, and writes that there
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 from bench_frame import READS
+from bench_rows import Rows
+from gpu_queue import ORDER, ROWS
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "scripts" / "results"
+BEGIN, END = "<!-- Written by scripts/cuda_report.py -->\n", "\n<!-- until here -->"
+NEVER_TRIED = {
+    "train": "FSDP2, NCCL and torch.compile on GPUs",
+    "zero": "training by ZeroOptimizer on GPUs",
+    "qat": "QAT on GPUs",
+}
+"""By stage what nobody has tried before one of its rows has passed."""
 
 GOALS = {"amax": 0.90, "cast": 0.85, "transpose": 0.80}
 """Shares of the bound to be reached on an H200, Llama set, 1 rank."""
@@ -68,6 +87,11 @@ def markdown(report: dict) -> str:
     lines += ["", "| on the largest weight | recipe | Gelement/s |", "|---|---|---|"]
     for recipe, speeds in report["others"].items():
         lines += [f"| {name} | {recipe} | {v / 1e9:.1f} |" for name, v in speeds.items()]
+    for row, found in report.get("peers", {}).items():
+        lines += ["", f"{row}: " + "; ".join(
+            why if name == "skipped" else f"{name} {why / memory['copy']:.0%} of a copy"
+            for name, why in found.items()
+        )]  # fmt: skip
     lines += [
         "",
         *transformer_engine(report),
@@ -204,3 +228,70 @@ def verdicts(report: dict) -> list[str]:
             met = "met" if bf16 / ours >= goal else "MISSED"
             lines.append(f"- {where}: amax + cast {bf16 / ours:.1f} times as fast, {goal} {met}")
     return lines
+
+
+# --- what has run ---
+
+
+def recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return by row what a GPU has found, or why it failed; a later file's stands."""
+    found: dict[str, dict[str, Any]] = {}
+    for rows in map(Rows, sorted(folder.glob("rows*.jsonl"))):
+        found |= {row: {"failed": why} for row, why in rows.failures().items()}
+        for row, result in rows.results().items():
+            seen = result.pop("seen", result)
+            if not seen["on"].startswith("no GPU"):
+                found[row] = {"seen": seen, **result}
+    return found
+
+
+def ran(folder: Path) -> str:
+    """Return a table of every stage, and of every row of the queue: when, on what, by what."""
+    found = recorded(folder)
+    lines = ["| what | when | on | by | found |", "|---|---|---|---|---|"]
+    for stage in ORDER:
+        rows = [row for row in (f"stage {stage}", *ROWS.get(stage, ())) if row in found]
+        for row in rows or [f"stage {stage}"]:
+            result = found.get(row, {"failed": "never tried"})
+            at, on, torch, by = (
+                result.get("seen", {}).get(key, "-") for key in ("at", "on", "torch", "command")
+            )
+            lines.append(f"| {row} | {at} | {on}, torch {torch} | `{by}` | {in_words(result)} |")
+    return "\n".join(lines).replace("-, torch -", "-").replace("`-`", "-")
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """Return what a row has found, in a few words."""
+    if "summary" in result:
+        return f"{result['ended']}: {result['summary']}"
+    for kind in ("failed", "skipped"):
+        if kind in result:
+            return str(result[kind])
+    variants = {name: f"{sum(steps.values()) * 1e3:.3g} ms"
+                for name, steps in result.pop("variants", {}).items()}  # fmt: skip
+    told = {**result, **variants}.items()
+    return ", ".join(f"{name} {value}".replace("_", " ") for name, value in told
+                     if name not in ("seen", "losses", "hash", "text"))  # fmt: skip
+
+
+def never_tried(folder: Path) -> str:
+    """Return README's line on what no row has shown."""
+    good = {
+        row for row, found in recorded(folder).items() if not {"failed", "skipped"} & set(found)
+    }
+    left = [what for stage, what in NEVER_TRIED.items() if not good & set(ROWS[stage])]
+    return f"| Never tried | {', '.join([*left, 'several machines'])} |"
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """Return the pages, with what the rows in ``folder`` say."""
+    docs, readme = ROOT / "docs" / "cuda.md", ROOT / "README.md"
+    head, rest = docs.read_text().split(BEGIN)
+    table = f"{head}{BEGIN}\n{ran(folder)}\n{END}{rest.split(END)[1]}"
+    line = re.sub(r"\| Never tried \|.*\|", never_tried(folder), readme.read_text())
+    return {docs: table, readme: line}
+
+
+if __name__ == "__main__":
+    for page, text in pages(RECORDS).items():
+        page.write_text(text)

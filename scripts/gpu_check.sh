@@ -2,40 +2,49 @@
 # Everything that needs a GPU, in stages that run one by one or together, each within a limit of its own:
 #
 #   compile      all kernels for this GPU, by all cores, into the user's cache                              60 s
-#   smoke        a little of every recipe, function and norm has the reference's bytes                     90 s
-#   speed        the benchmark's table: llama-like, expert-like and narrow weights, all recipes            270 s
-#   tests        the tests marked cuda: graphs, threads and streams first, then equality                   300 s
-#   sanitizers   compute-sanitizer over a plan of every recipe, our kernels alone                          400 s
-#   counters     Nsight Compute's counters of the steps of COUNTED, and where their warps wait            120 s
-#   beside       the same work by torch, torch.compile and torchao; and by TransformerEngine's kernels     500 s
+#   train        FSDP2 over NCCL trains 187 M parameters: NVFP4, FP8, MXFP8, BF16, eager and compiled       600 s
+#   zero         ZeroOptimizer: alone, ranks that share the GPU, a CUDA graph, a checkpoint, an export      400 s
+#   qat          QAT and QAD beside casting after training, at the same size                                300 s
+#   peers        the same work by torch, torch.compile and torchao; and by TransformerEngine's kernels      500 s
+#   kernels      the steps of casts, as they are and by thread blocks that stay; their bytes by hash        120 s
+#   smoke        a little of every recipe, function and norm has the reference's bytes                      90 s
+#   tests        the tests marked cuda: graphs, threads and streams first, then equality                    300 s
+#   speed        the benchmark's table: llama-like, expert-like and narrow weights, all recipes             270 s
+#   sanitizers   compute-sanitizer over a plan of every recipe, our kernels alone                           400 s
+#   counters     Nsight Compute's counters of the steps of COUNTED, and where their warps wait              120 s
 #
-#   scripts/gpu_check.sh [--rehearse] [--checkout CHECKOUT] DIRECTORY [STAGE...]
+#   scripts/gpu_check.sh [--rehearse] [--again] [--plan] [--checkout CHECKOUT] DIRECTORY [STAGE...]
 #
 #   DIRECTORY     where results go: rows.jsonl and bench_cuda.jsonl, a line of JSON for everything that was found, written
 #                 as it is found; STAGE.log, all that a stage printed; gpu_check.md and bench_cuda.md, pages of it
 #   STAGE         default: all, in this order
-#   --checkout    of TransformerEngine, outside this repository: stage beside compiles its kernels and runs them
+#   --checkout    of TransformerEngine, outside this repository: stage peers compiles its kernels and runs them
 #   --rehearse    needs no GPU: the stages' small ends, on the emulation of the tests
+#   --plan        says how long the stages take, and does nothing; without it, too, this is said first
+#   --again       does rows of these stages anew
 #
-# Rows that DIRECTORY has are not done again, so what was cut off goes on where it ended. The build of the CPU library is
-# not a stage: without it the references are slower. It installs nothing: PYTHON (default python3) needs a CUDA build of
-# torch, cupy, NVRTC, pytest and hypothesis.
+# Rows that DIRECTORY has are not done again, so what was cut off goes on where it ended. What is estimated, and why in
+# this order: gpu_queue.py. The build of the CPU library is not a stage: without it the references are slower. It
+# installs nothing: PYTHON (default python3) needs a CUDA build of torch, cupy, NVRTC, pytest and hypothesis; zero mpi
+# needs mpi4py and mpiexec, peers may have torchao.
 cd "$(dirname "$0")/.." || exit 1
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
-REHEARSE=() CHECKOUT=""
+REHEARSE=() CHECKOUT="" AGAIN=() PLAN=0
 while [[ ${1:-} == --* ]]; do
     case $1 in
     --rehearse) REHEARSE=(--rehearse) ;;
+    --again) AGAIN=(--again) ;;
+    --plan) PLAN=1 ;;
     --checkout) CHECKOUT=${2:-} && shift ;;
     *) echo "unknown option $1" >&2 && exit 2 ;;
     esac
     shift
 done
-RESULTS=${1:?"usage: scripts/gpu_check.sh [--rehearse] [--checkout CHECKOUT] DIRECTORY [STAGE...]"}
+RESULTS=${1:?"usage: scripts/gpu_check.sh [--rehearse] [--again] [--plan] [--checkout CHECKOUT] DIRECTORY [STAGE...]"}
 shift
 STAGES=("$@")
-((${#STAGES[@]})) || STAGES=(compile smoke speed tests sanitizers counters beside)
+((${#STAGES[@]})) || STAGES=(compile train zero qat peers kernels smoke tests speed sanitizers counters)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$RESULTS"
 PAGE="$RESULTS/gpu_check.md"
@@ -58,6 +67,17 @@ within() {
 }
 
 stage_compile() { within compile 60 "$PYTHON" scripts/gpu_smoke.py compile --output "$RESULTS/rows.jsonl" "${REHEARSE[@]}"; }
+
+# queued STAGE LIMIT   the rows of a stage of gpu_queue.py
+queued() { within "$1" "$2" "$PYTHON" scripts/gpu_queue.py do "$RESULTS" "$1" "${REHEARSE[@]}"; }
+
+stage_train() { queued train 600; }
+
+stage_zero() { queued zero 400; }
+
+stage_qat() { queued qat 300; }
+
+stage_kernels() { queued kernels 120; }
 
 stage_smoke() { within smoke 90 "$PYTHON" scripts/gpu_smoke.py smoke --output "$RESULTS/rows.jsonl" "${REHEARSE[@]}"; }
 
@@ -136,28 +156,35 @@ stage_counters() {
     ncu --import "$report" --page source --csv >"$RESULTS/counters.csv"
 }
 
-stage_beside() {
-    local beside=()
+stage_peers() {
+    local beside=() few=(--rounds 5)
+    ((${#REHEARSE[@]})) && few=(--rounds 1)
     if [ -n "$CHECKOUT" ]; then
         local capability
         capability=$("$PYTHON" -c 'import torch; print(*torch.cuda.get_device_capability(), sep=".")')
-        within beside 300 "$PYTHON" scripts/build_transformer_engine.py "$CHECKOUT" --capability "$capability"
+        within peers 300 "$PYTHON" scripts/build_transformer_engine.py "$CHECKOUT" --capability "$capability"
         beside=(--transformer-engine "$CHECKOUT")
     fi
-    within beside 200 "${BENCH[@]}" --parts others --rounds 5 "${beside[@]}"
+    within peers 200 "${BENCH[@]}" --parts others "${few[@]}" "${beside[@]}"
 }
 
+TODO=$("$PYTHON" scripts/gpu_queue.py plan "$RESULTS" "${STAGES[@]}" "${AGAIN[@]}") || exit 2
+echo "$TODO"
+((PLAN)) && exit
 if [ ! -e "$PAGE" ]; then
     printf '# gpu_check\n\n`scripts/gpu_check.sh`, commit %s.\n\n| stage | result | seconds | |\n|---|---|---|---|\n' \
         "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" >"$PAGE"
 fi
 for stage in "${STAGES[@]}"; do
     declare -F "stage_$stage" >/dev/null || { echo "unknown stage $stage" >&2 && exit 2; }
+    [[ $TODO =~ (^|$'\n')"$stage "[^$'\n']*done ]] && continue
     started=$SECONDS result=ok
     "stage_$stage" || { result=FAILED FAILED=1 && tail -n 40 "$RESULTS/$stage.log"; }
     summary=$(grep -Eo '([0-9]+ (failed|passed|skipped|deselected|error)[^=]*|ERROR SUMMARY: .*|.* not installed|.* not ended)' \
         "$RESULTS/$stage.log" | tail -n 1 | tr -d '"\\|')
     printf '%-12s%-8s%4d s   %s\n' "$stage" "$result" $((SECONDS - started)) "$summary"
     printf '| %s | %s | %d | %s |\n' "$stage" "$result" $((SECONDS - started)) "$summary" >>"$PAGE"
+    "$PYTHON" scripts/gpu_queue.py note "$RESULTS" "$stage" "${REHEARSE[@]}" \
+        --ended "$result" $((SECONDS - started)) "$summary"
 done
 exit "$FAILED"

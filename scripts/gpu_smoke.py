@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from bench_cuda import Machine, emulation, gpu
-from bench_rows import Result, Rows, supervise
+from bench_rows import Result, Rows, supervise, told
 from sass_report import INSTANCES
 
 import zerocast
@@ -126,14 +126,7 @@ def main(arguments: Sequence[str]) -> int:
                 lambda i: supervise(rows, [*command, f"{i}/{workers}"], ROW_LIMIT), range(workers)
             )
         )
-    own = {
-        row: why for row, why in rows.failures().items() if row.split(" ", 1)[0] == options.stage
-    }
-    for row, why in own.items():
-        print(f"FAILED {row}: {why}")
-    ended = sum(row.split(" ", 1)[0] == options.stage for row in rows.results())
-    print(f"{ended} passed, {len(own)} failed")
-    return 0 if done and not own else 1
+    return 0 if told(rows, lambda row: row.split(" ", 1)[0] == options.stage) and done else 1
 
 
 if __name__ == "__main__":

@@ -89,8 +89,10 @@ def test_programs_that_pages_run_are_there():
 
 
 def test_properties_of_the_cuda_backend_have_a_test_each():
-    """Each row of docs/cuda.md names tests that are there, or programs."""
-    text = (ROOT / "docs/cuda.md").read_text()
+    """Each row of docs/cuda.md, but of the table that is written, names tests that are there, or
+    programs.
+    """
+    text = (ROOT / "docs/cuda.md").read_text().split("## What ran")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
     heads = [row for row in rows if row[1] in ("shown by", "asked by")]
     assert len(heads) == 6
