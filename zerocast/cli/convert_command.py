@@ -143,22 +143,25 @@ def _output(given: argparse.Namespace, found: dict[str, Any]) -> str:
     if given.json:
         return json.dumps(found, indent=1)
     values, target = found["bytes"]["values"], found["bytes"]["target"]
-    lines = [
-        f"{found['target']}: {target / 1e9:.2f} GB of tensors, from {values / 1e9:.2f} GB of values"
-    ]
+    lines = [f"{found['target']}: {_shown(target)} of tensors, from {_shown(values)} of values"]
     lines += [f"  {count} tensors as {form}" for form, count in found["formats"].items()]
     for reason, names in found["left"].items():
         lines.append(f"  left, {reason}: {', '.join(names)}")
     if "seconds" in found:
-        rate = values / 1e9 / max(found["seconds"], 0.1)
-        lines.append(f"written in {found['seconds']} s, {rate:.2f} GB of values a second")
+        rate = values / max(found["seconds"], 0.1)
+        lines.append(f"written in {found['seconds']} s, {_shown(rate)} of values a second")
     if "different" in found:
         wrong = found["different"]
         lines.append("read back: equal" if not wrong else f"read back: {len(wrong)} differ: ")
         lines += [f"  {name}" for name in wrong[:20]]
-    if found["formats"].keys() - set(HIGH_PRECISION) and "seconds" in found:
+    if given.to not in HIGH_PRECISION and "seconds" in found:
         lines.append("No calibration data was used; see docs/convert.md for what that costs.")
     return "\n".join(lines)
+
+
+def _shown(count: float) -> str:
+    """Return a number of bytes in units that people read."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 class _Bar:

@@ -11,9 +11,11 @@ number of ranks, byte for byte.
     entries       what is exported of a model, and what a rank has of it
     weights       how it is cast and becomes whole
     pretrained    directories of safetensors; folder: how they are filled, report: with what
+    stored        checkpoints in files, as models and their tensors; conversion: to another dialect
     wrappers      the model inside of what wraps it
 """
 
+from zerocast.export.checkpoint_conversion import CheckpointConversion
 from zerocast.export.dialects import Dialect
 from zerocast.export.export_report import ExportReport
 from zerocast.export.exported_weights import Export
@@ -26,6 +28,7 @@ from zerocast.export.tensor_scale import TensorScale
 __all__ = [
     "DIALECTS",
     "MIXED_DIALECTS",
+    "CheckpointConversion",
     "Dialect",
     "Export",
     "ExportReport",
