@@ -1,12 +1,13 @@
 """The command line: ``python -m zerocast`` with one of ``doctor``, ``inspect FILE_OR_DIR``,
-``checksums FILE_OR_DIR``, ``convert SOURCE TARGET``, ``estimate MODEL``, ``conform PACKAGE`` and
-``reproduce FILE``.
+``checksums FILE_OR_DIR``, ``compare A B``, ``convert SOURCE TARGET``, ``estimate MODEL``,
+``conform PACKAGE`` and ``reproduce FILE``.
 
 doctor reports what this installation can do, what would be slow and why, and compares the sharded
 cast with the unsharded one. inspect describes the tensors of a checkpoint, and checksums prints the
-SHA-256 of each. estimate computes the costs of a training step of a model. These print text, or
-JSON for other programs. conform reports which bytes of a package differ from ours, and why.
-reproduce repeats a cast in which ``verify`` found a difference.
+SHA-256 of each. compare reports which weights of two checkpoints differ, and why. estimate computes
+the costs of a training step of a model. These print text, or JSON for other programs. conform
+reports which bytes of a package differ from ours, and why. reproduce repeats a cast in which
+``verify`` found a difference.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 import zerocast
 from zerocast.cli import (
     checkpoint_files,
+    comparison,
     conformance,
     convert_command,
     doctor,
@@ -33,8 +35,8 @@ from zerocast.safe_files import printable
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in ``arguments``, by default those of the process, and return its exit code.
 
-    The code is 1 if doctor finds something wrong, or reproduce or conform a difference; 2 if a
-    command fails.
+    The code is 1 if doctor finds something wrong, or reproduce, conform or compare a difference; 2
+    if a command fails.
     """
     parser = argparse.ArgumentParser(
         prog="python -m zerocast",
@@ -64,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cast = commands.add_parser("convert", help="casts a checkpoint to a format of servers")
     convert_command.add_arguments(cast)
     cast.set_defaults(run=convert_command.run)
+    two = commands.add_parser("compare", help="which weights of two checkpoints differ, and why")
+    comparison.add_arguments(two)
+    two.set_defaults(run=comparison.run)
     again = commands.add_parser("reproduce", help="a cast in which verify found a difference")
     again.add_argument("path", type=Path, metavar="FILE", help="that verify left")
     again.set_defaults(run=lambda given: reproduce.reproduce(given.path))

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from zerocast.cli.output import add_output
 from zerocast.errors import InputError
-from zerocast.lab.conformance import PACKAGES, Score, package_of, packs, score, write_packs
+from zerocast.lab.conformance import (
+    PACKAGES,
+    VERSION,
+    Score,
+    package_of,
+    packs,
+    score,
+    write_packs,
+)
 from zerocast.lab.costs.cost_tables import markdown
 
 
@@ -35,18 +43,21 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         made = packs()
         scores = score(package, made) if package is not None else []
     if given.draft is not None:
-        written = f"{write_packs(given.draft, made)} packs written to {given.packs}"
+        written = (
+            f"{write_packs(given.draft, made)} packs of version {VERSION} written to {given.packs}"
+        )
     if package is None:
         return written, 0
     code = int(any(each.different for each in scores))
     if given.json:
-        found = {"package": package.title, "scores": [asdict(each) for each in scores]}
+        made_by = {"package": package.title, "packs": VERSION}
+        found = {**made_by, "scores": [asdict(each) for each in scores]}
         return json.dumps(found, indent=1), code
     rows = [[f"{s.level}: {s.subject}", f"{s.compared:,}", f"{s.different:,}"] for s in scores]
     found_levels = {each.level for each in scores}
     absent = dict.fromkeys(pack.level for pack in made if pack.level not in found_levels)
     parts = [
-        f"{package.title}, by {len(scores)} of {len(made)} packs",
+        f"{package.title}, by {len(scores)} of {len(made)} packs of version {VERSION}",
         markdown(["pack", "bytes", "different"], rows),
         f"Not offered: {', '.join(absent)}." if absent else "",
         *map(explanation, scores),

@@ -16,7 +16,6 @@ import torch
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, Section, stored_name
 from zerocast.recipes import Recipe
-from zerocast.tensors import QuantizedStorage
 
 _OF_AN_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.")
 """Matches the name of a tensor of one expert; group 1 is the module of all experts."""
@@ -67,7 +66,7 @@ class MixedDialect(Dialect):
             names = {own: stored_name(parameter, own) for own in each.names if part}
             parts = {own: stored[name] for own, name in names.items() if name in stored}
             is_quantized |= each.scales in parts
-            if part and len(parts) == len(names) and _fits(each, parts):
+            if part and each.fits(parts):
                 return each
         if is_quantized:
             raise InputError(
@@ -130,20 +129,6 @@ def algorithm_of(section: Section) -> dict[str, Any]:
     (group,) = section["config_groups"].values()
     size = group["weights"].get("group_size")
     return {"quant_algo": section["quant_algo"], **({} if size is None else {"group_size": size})}
-
-
-def _fits(dialect: Dialect, parts: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether ``parts``, by :attr:`Dialect.names`, have its dtypes and shapes."""
-    codes, scales = parts[dialect.codes], parts[dialect.scales]
-    if (codes.dtype, scales.dtype, codes.dim()) != (dialect.code_dtype, dialect.scale_dtype, 2):
-        return False
-    shape = torch.Size((len(codes), codes.shape[1] * 8 // dialect.recipe.numerics.fmt.bits))
-    if max(shape) >= 2**31:
-        return False
-    like = QuantizedStorage.empty(
-        shape, torch.bfloat16, dialect.recipe, torch.device("meta"), columnwise=False
-    )
-    return all(parts[name].shape == each.shape for name, each in dialect.encode(like).items())
 
 
 def _group(dialect: Dialect) -> Section:

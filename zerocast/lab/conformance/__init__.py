@@ -5,9 +5,9 @@ compares a :class:`Package` with them byte by byte, and finds out by recomputati
 ``python -m zerocast conform`` runs both.
 """
 
-from zerocast.lab.conformance.case_packs import Case, Pack, packs, write_packs
+from zerocast.lab.conformance.case_packs import VERSION, Case, Pack, packs, write_packs
 from zerocast.lab.conformance.packages import PACKAGES, Package, package_of
 from zerocast.lab.conformance.scores import Score, score
 
-__all__ = ["PACKAGES", "Case", "Pack", "Package", "Score",
+__all__ = ["PACKAGES", "VERSION", "Case", "Pack", "Package", "Score",
            "package_of", "packs", "score", "write_packs"]  # fmt: skip

@@ -37,6 +37,9 @@ from zerocast.numerics import (
     encode_e8m0,
 )
 
+VERSION = 1
+"""The version of the packs, which rises with every change of their bytes."""
+
 SECTIONS = {Float8Numerics: 4, MXNumerics: 6, NVFP4Numerics: 7}
 DECODED = "decoded"
 """The name of the case of level values whose input is codes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ class FormulaChanges:
     Attributes:
         made: the changes that are made.
         known: those, and the changes that the formula has asked for, in order.
+        tensor_amax: the FP32 amax for scales of the whole tensor; None for that of the input.
     """
 
-    def __init__(self, *made: str) -> None:
-        self.made, self.known = made, dict.fromkeys(made)
+    def __init__(self, *made: str, tensor_amax: torch.Tensor | None = None) -> None:
+        self.made, self.known, self.tensor_amax = made, dict.fromkeys(made), tensor_amax
 
     def __call__(self, change: str) -> bool:
         """Return whether ``change`` is made, and record that the formula knows it."""
@@ -73,20 +75,43 @@ def causes(pack: Pack, given: Mapping[str, Sequence[torch.Tensor]]) -> dict[str,
         given: by the name of each case, the package's results: codes, or the tensors of the dialect
             in its order.
     """
-    inputs = {case.name: case.input.float() for case in pack.cases}
+    pairs = [(case.input.float(), given[case.name]) for case in pack.cases if case.name in given]
+    return changes_giving(pack.subject, pairs)
+
+
+def changes_giving(
+    subject: str,
+    pairs: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+    tensor_amax: torch.Tensor | None = None,
+) -> dict[str, int] | None:
+    """Return the changes to the formula of a format or a dialect that give every byte, as
+    :func:`causes` does.
+
+    Args:
+        subject: the name of the format or dialect.
+        pairs: inputs, FP32, and what they have become: codes, or the tensors of the dialect in its
+            order.
+        tensor_amax: the FP32 amax of the whole weight, if the input is a part of it; or of a group
+            of weights.
+    """
 
     def left(made: set[str]) -> int:
-        changes = FormulaChanges(*made)
-        pairs = (zip(given[name], restated(pack.subject, inputs[name], changes), strict=True)
-                 for name in given)  # fmt: skip
-        return sum(int(differing(*pair).sum()) for case in pairs for pair in case)
+        changes = FormulaChanges(*made, tensor_amax=tensor_amax)
+        both = (zip(given, restated(subject, x, changes), strict=True) for x, given in pairs)
+        return sum(int(differing(*pair).sum()) for case in both for pair in case)
 
-    known, made = changes_of(pack.subject), set[str]()
-    while unexplained := left(made):  # add what explains most
-        rest, best = min((left(made | {each}), each) for each in known)
-        if rest >= unexplained:
-            return None
-        made.add(best)
+    known = changes_of(subject)
+    for number in (1, 2):  # two changes may explain what neither does
+        made = set[str]()
+        while unexplained := left(made):  # add what explains most
+            rest, best = min((left(made.union(each)), each) for each in combinations(known, number))
+            if rest >= unexplained:
+                break
+            made.update(best)
+        if not unexplained:
+            break
+    else:
+        return None
     for each in known:
         if not left(made - {each}):
             made.discard(each)
@@ -138,9 +163,16 @@ def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaCha
     numerics: Any = dialect.recipe.numerics
     divides = does("it divides elements by the stored scale")
     zero_scale = does("its scale of zeros is 0, and their codes are 0 / 0, NaN")
-    epsilon, divided = does("it stores 2^-23 for a scale of 0"), does("it stores 1 / (448 / amax)")
-    amax = block_amaxes(x, grid).clamp(min=numerics.amax_epsilon)
+    epsilon = 2.0**-23 * does("it stores 2^-23 for a scale of 0")
+    epsilon = 2.0**-7 if does("it stores 2^-7 for a scale of 0") else epsilon
+    divided = does("it stores 1 / (448 / amax)")
+    amax = block_amaxes(x, grid)
+    if does.tensor_amax is not None and dialect.recipe.has_one_block:
+        amax = does.tensor_amax.reshape(1, 1)
+    amax = amax.clamp(min=numerics.amax_epsilon)
     inverse, is_zero = amax / E4M3.max, amax == 0
+    inverse = _bf16(inverse) if does("it rounds amax / 448 to BF16") else inverse
+    in_bf16 = does("it rounds what is cast to codes to BF16")
     scale = divide(1, inverse) if numerics.formula == "inverse first" else divide(E4M3.max, amax)
     scale = E4M3.max * (1 / amax) if does("it computes 448 / amax as 448 * (1 / amax)") else scale
     scale = scale if does("it lets 448 / amax become infinite") else scale.clamp(max=FLT_MAX)
@@ -152,10 +184,11 @@ def _float8(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaCha
         inverse = inverse.clamp(min=TINY)
         scale = 1 / inverse
     if epsilon:
-        inverse = torch.where(inverse == 0, 2.0**-23, inverse)
+        inverse = torch.where(inverse == 0, epsilon, inverse)
     elif not zero_scale:
         inverse = torch.where(is_zero, 1.0, inverse)
     scaled = x / by_elements(inverse, grid) if divides else x * by_elements(scale, grid)
+    scaled = _bf16(scaled) if in_bf16 else scaled
     if dialect.scale_dtype == torch.float8_e8m0fnu:
         inverse = (inverse.view(torch.int32) >> 23).to(torch.uint8)
     return _float8_codes(scaled), inverse
@@ -171,9 +204,18 @@ def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges
     bits = amax.view(torch.int32)
     even = does("it rounds a scale by adding 2^21 to the bits of the amax")
     even = even or numerics.scale_rounding == "even"
+    down = does("it rounds scales down to a power of two")
+    even &= not down
     stored = (bits + 2**21 * even >> 23).sub(fmt.max_exponent).clamp(min=0)
-    if numerics.scale_rounding == "up" and not even:
+    if numerics.scale_rounding == "up" and not (even or down):
         stored = encode_e8m0(amax * amax.new_tensor(1 / fmt.max)).int()
+    if does("its scales below 2^-127 wrap around to those near 2^128"):
+        exponents = torch.frexp(amax)[1] - 1 + 127 - fmt.max_exponent
+        stored = torch.where(amax > 0, exponents % 256, stored)
+    if does("its scale of amaxes below 6 * 2^-126 is 2^-126"):
+        stored = torch.where(amax > 0, stored.clamp(min=1), stored)
+    if does("its scale of zeros is that of an amax of 2"):
+        stored = torch.where(amax == 0, 128 - fmt.max_exponent, stored)
     infinite = does("its scale of an amax that rounds up to 2^128 is infinite, and stored as 1")
     over = (bits + 2**21 >> 23 == 255) & infinite
     multiplier = torch.exp2(127.0 - stored.double()).float()
@@ -182,8 +224,10 @@ def _mx(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChanges
     if does("it divides by no scale below 2^-126"):
         multiplier = multiplier.clamp(max=1 / TINY)
     scaled = x * by_elements(torch.where(over, 0.0, multiplier), grid)
-    down = fmt is E2M1 and does("it rounds ties towards zero")
-    codes = _float8_codes(scaled) if fmt is E4M3 else _float4_codes(scaled, does, down)
+    ties_down = fmt is E2M1 and does("it rounds ties towards zero")
+    if does("its codes of zeros are 0 / 0"):
+        scaled = torch.where(by_elements(amax, grid) == 0, math.nan, scaled)
+    codes = _float8_codes(scaled) if fmt is E4M3 else _float4_codes(scaled, does, ties_down)
     return codes, torch.where(over, 127, stored).to(torch.uint8)
 
 
@@ -197,18 +241,28 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
     of_0 = 0.125 * does("it stores 1/8 for block scales that round to 0")
     of_zeros = 1.0 * does("its block scale of zeros is 1")
     product = does("it computes 2688 / amax as 2688 * (1 / amax)")
+    in_bf16 = does("it computes 2688 / amax in BF16")
+    six_in_bf16 = does("it rounds amax / 6 to BF16 on the way to a block scale")
     by_1 = does("its tensor scale is 1 where it would be infinite")
 
     amax, kind = block_amaxes(x, grid), dialect.tensor_scale
-    inverted, whole = kind is not None and kind.inverted, amax.max()
+    inverted = kind is not None and kind.inverted
+    whole = amax.max() if does.tensor_amax is None else does.tensor_amax
     if kind is None:  # one level
         whole = torch.where(whole.isfinite(), 2688.0, whole)
     least = whole.clamp(min=TINY) if by_1 else whole
-    by = 2688 * (1 / least) if product else divide(2688, least)
-    by = torch.where(by > FLT_MAX, 1.0 if by_1 or whole == 0 else FLT_MAX, by)
+    by = 2688 * (_bf16(1 / least) if in_bf16 else 1 / least) if product else divide(2688, least)
+    infinite = math.inf if does("it lets 2688 / amax become infinite") else FLT_MAX
+    of_amax_0 = 0.0 if does("its tensor scale of zeros is 0") else 1.0
+    by = torch.where(by > FLT_MAX, 1.0 if by_1 else of_amax_0 if whole == 0 else infinite, by)
+    by = _bf16(by) if in_bf16 else by
     tensor_scale, scale = whole / 2688, amax * (by * amax.new_tensor(1 / 6))
     if six_first:
         scale = (amax / 6) * by if inverted else (amax / 6) / tensor_scale
+    if does("it computes amax / 6 as amax * (1 / 6)"):
+        scale = (amax * amax.new_tensor(1 / 6)) * by
+    if six_in_bf16:
+        scale = _bf16(amax / 6) * by
     scale = amax / (6 * tensor_scale) if by_both else scale
     scale = torch.where(scale == 0, of_zeros, scale)
     stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
@@ -218,19 +272,30 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
         scaled = x / by_elements(stored / by if inverted else stored * tensor_scale, grid)
     if inverse_of_both:
         scaled = x * by_elements((1 / tensor_scale) / stored, grid)
+    if does("its codes are 0 where the block scale is 0"):
+        scaled = torch.where(by_elements(stored, grid) == 0, 0.0, scaled)
     scales = stored.to(torch.float8_e4m3fn)
     tensor = () if kind is None else (by if inverted else tensor_scale,)
     return _float4_codes(scaled, does), scales, *tensor
+
+
+def _bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
 
 
 def _float4_codes(
     scaled: torch.Tensor, does: FormulaChanges, ties_down: bool = False
 ) -> torch.Tensor:
     # The next float towards zero from a tie rounds to the lower of the two codes.
-    below = torch.nextafter(scaled, torch.zeros_like(scaled))
+    below = torch.where(scaled == 0, scaled, torch.nextafter(scaled, torch.zeros_like(scaled)))
     codes = encode(below if ties_down else scaled, E2M1)
     for change, zero in ("it writes -0 for 0", 8), ("it writes 0 for -0", 0):
         codes = torch.where(scaled == 0, zero, codes) if does(change) else codes
+    if does("it writes -0 for what would round beyond 6"):
+        codes = torch.where(scaled.abs() >= 7, 8, codes)
+    codes = torch.where(scaled.isnan(), 11, codes) if does("its NaN is -1.5") else codes
+    if does("it writes 0 for what rounds to -0"):
+        codes = torch.where(codes == 8, 0, codes)
     if does(BITS_OF_NAN):
         codes = torch.where(scaled.isnan(), _bits_of_nan(scaled), codes)
     return pack_nibbles(codes.to(torch.uint8))

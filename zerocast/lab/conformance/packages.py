@@ -18,6 +18,7 @@ import torch
 
 from zerocast import InputError, QuantizedTensor, empty, quantize
 from zerocast.export import DIALECTS, Dialect
+from zerocast.export.tensor_scale import TensorScale
 from zerocast.lab.conformance.case_packs import blocks_of
 from zerocast.lab.conformance.causes import block_amaxes
 from zerocast.lab.threaded_cast import cast_on_threads
@@ -249,9 +250,99 @@ def _vllm() -> Package:
     return Package(name=name, writes=calls)
 
 
+def _llm_compressor() -> Package:
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+    from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
+
+    def write(preset: str, x: torch.Tensor) -> Stored:
+        groups = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
+        converter = ModelFreePtqConverter(QuantizationConfig(config_groups=groups))
+        made = converter.process({"X.weight": x.bfloat16()})  # the dtype of checkpoints
+        return {
+            name.removeprefix("X."): tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            for name, tensor in made.items()
+        }
+
+    presets = {
+        "compressed-tensors/nvfp4": "NVFP4A16",
+        "compressed-tensors/fp8-tensor": "FP8",
+        "compressed-tensors/fp8-channel": "FP8_DYNAMIC",
+        "compressed-tensors/fp8-block": "FP8_BLOCK",
+        "compressed-tensors/mxfp8": "MXFP8A16",
+        "compressed-tensors/mxfp4": "MXFP4A16",
+    }
+    return Package(name="llmcompressor", writes=_each(write, presets))
+
+
+def _optimum_quanto() -> Package:
+    from optimum.quanto import AbsmaxOptimizer, qfloat8_e4m3fn, quantize_weight
+
+    def channel(x: torch.Tensor) -> Stored:
+        scale = AbsmaxOptimizer()(x, qfloat8_e4m3fn, axis=0)
+        made = quantize_weight(x, qfloat8_e4m3fn, axis=0, scale=scale)
+        return made._data, scale.reshape(-1, 1)
+
+    return Package(name="optimum-quanto", writes={"compressed-tensors/fp8-channel": channel})
+
+
+def _auto_round() -> Package:
+    from auto_round.data_type import QUANT_FUNC_WITH_DTYPE
+    from auto_round.data_type.nvfp import calculate_gparam
+    from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
+
+    def write(data_type: str, bits: int, group: int, x: torch.Tensor) -> Stored:
+        layer: Any = torch.nn.Linear(x.shape[1], x.shape[0], bias=False)
+        layer.weight = torch.nn.Parameter(x, requires_grad=False)
+        whole = {"global_scale": calculate_gparam(x, group)} if data_type == "nv_fp" else {}
+        quantize = QUANT_FUNC_WITH_DTYPE[f"{data_type}{bits}"]
+        _, scale, _ = quantize(x, bits=bits, group_size=group, data_type=data_type, **whole)
+        shape = x.shape[1], x.shape[0]
+        made = QuantLinear(bits, group, *shape, False, data_type=data_type, act_bits=16)
+        made.pack(layer, scale, **whole)
+        return dict(made.named_buffers()) | {"weight": getattr(made, "weight", x)}
+
+    calls: Calls = {
+        "compressed-tensors/nvfp4": partial(write, "nv_fp", 4, 16),
+        "compressed-tensors/mxfp4": partial(write, "mx_fp", 4, 32),
+        "compressed-tensors/mxfp8": partial(write, "mx_fp", 8, 32),
+    }
+    return Package(name="auto-round", writes=calls)
+
+
+def _fouroversix() -> Package:
+    from fouroversix.quantize.pytorch.reference import quantize_to_fp4
+    from fouroversix.utils import DataType, ScaleRule
+
+    def write(kind: str, x: torch.Tensor) -> Stored:
+        rule = {"scale_rule": ScaleRule.static_6, "use_blackwell_scale_layout": False}
+        codes, scales, amax = quantize_to_fp4(x, fp4_format=DataType(kind), **rule)
+        # It keeps the amax, which the dialect has as a scale.
+        scale = () if kind == "mxfp4" else (TensorScale("", inverted=True).of(amax, 448),)
+        return codes, scales.reshape(len(x), -1), *scale
+
+    kinds = {"compressed-tensors/nvfp4": "nvfp4", "gpt-oss/mxfp4": "mxfp4"}
+    return Package(name="fouroversix", writes=_each(write, kinds))
+
+
+def _gguf() -> Package:
+    import gguf
+
+    def mxfp4(x: torch.Tensor) -> Stored:
+        kind = gguf.GGMLQuantizationType.MXFP4
+        rows = torch.from_numpy(gguf.quantize(x.numpy(), kind)).unflatten(1, (-1, 17))
+        # Its scale comes first, and a byte holds elements i and i + 16.
+        first, second = rows[..., 1:] & 15, rows[..., 1:] >> 4
+        codes = torch.cat((first, second), -1).unflatten(-1, (-1, 2))
+        return codes[..., 0] | codes[..., 1] << 4, rows[..., 0]
+
+    return Package(name="gguf", writes={"gpt-oss/mxfp4": mxfp4})
+
+
 PACKAGES: Mapping[str, Callable[[], Package]] = {
     "zerocast": _zerocast, "torch": _torch, "ml_dtypes": _ml_dtypes,
     "compressed-tensors": _compressed_tensors, "transformers": _transformers,
     "torchao": _torchao, "nvidia-modelopt": _modelopt, "vllm": _vllm,
+    "llmcompressor": _llm_compressor, "optimum-quanto": _optimum_quanto,
+    "auto-round": _auto_round, "fouroversix": _fouroversix, "gguf": _gguf,
 }  # fmt: skip
 """Functions by name that make the known packages, if these are installed."""

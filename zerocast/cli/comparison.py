@@ -1,0 +1,90 @@
+"""``python -m zerocast compare``: which weights of two checkpoints differ, and why, most likely."""
+
+import argparse
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from zerocast.cli.checkpoint_files import sources
+from zerocast.cli.differences import WeightDifference, difference
+from zerocast.cli.inspection import STYLE
+from zerocast.cli.output import add_output
+from zerocast.cli.stored_weights import StoredWeights
+from zerocast.safe_files import printable
+
+HEAD = ("tensor", "A", "B", "codes", "scales", "largest", "relative", "likely cause")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    held = "a directory of safetensors files, quantized or not"
+    parser.add_argument("a", type=Path, metavar="A", help=held)
+    parser.add_argument("b", type=Path, metavar="B", help="another")
+    cast = "the directory that both were cast from: formulas are then found by computing them anew"
+    parser.add_argument("--source", type=Path, metavar="DIR", help=cast)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
+    add_output(parser, "html", reads=lambda given: [
+        file for folder in (given.a, given.b, given.source) if folder for file in sources(folder)
+    ])  # fmt: skip
+
+
+def run(given: argparse.Namespace) -> tuple[str, int]:
+    """Return the output and the exit code, which is 1 if a weight differs.
+
+    Raises:
+        InputError, OSError: if a checkpoint cannot be read, or the page cannot be written.
+    """
+    a, b = StoredWeights(given.a), StoredWeights(given.b)
+    source = None if given.source is None else StoredWeights(given.source)
+    names = [*a.by_name, *(name for name in b.by_name if name not in a.by_name)]
+    found = [each for name in names if (each := difference(name, a, b, source)) is not None]
+    title = f"A = {printable(str(given.a))}, B = {printable(str(given.b))}"
+    summary = f"{len(found)} of {len(names)} weights differ: {title}"
+    if given.draft is not None:
+        given.draft.write_text(as_html(summary, found), encoding="utf-8")
+    if given.json:
+        shown = {"weights": len(names), "differences": [asdict(each) for each in found]}
+        return json.dumps(shown, indent=1), int(bool(found))
+    return "\n".join([*table(found), summary]), int(bool(found))
+
+
+def cells(found: WeightDifference) -> list[str]:
+    """Return the row of one weight, with the columns of :data:`HEAD`."""
+    counts = ("" if each is None else f"{each:,}" for each in (found.codes, found.scales))
+    sizes = ("" if each is None else f"{each:.3g}" for each in (found.largest, found.relative))
+    texts = [found.name, found.a or "-", found.b or "-", *counts, *sizes, found.cause]
+    return [printable(each) for each in texts]
+
+
+def table(differences: Sequence[WeightDifference]) -> list[str]:
+    """Return the lines of the table, the last of which is empty; none without a difference."""
+    if not differences:
+        return []
+    rows = [list(HEAD), *map(cells, differences)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if 3 <= i <= 6 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:], ""]
+
+
+def as_html(summary: str, differences: Sequence[WeightDifference]) -> str:
+    """Return a self-contained HTML page."""
+    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    rows = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(each)) + "</tr>"
+        for each in differences
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>compare</title>\n'
+        f"<style>{STYLE}td:last-child {{ text-align: left }}</style>\n"
+        f"<p>{html.escape(summary)}</p>\n"
+        f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></html>\n"
+    )
