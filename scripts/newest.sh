@@ -13,6 +13,7 @@ TABLE='
 torch         | torch                                 | torch transformers         | | tests/tensors tests/cast/test_bitwise_guarantee.py tests/nn/test_compile.py
 transformers  | transformers accelerate peft torchao  | transformers accelerate peft torchao | | tests/integration/test_accelerate.py
 compressed    | compressed-tensors                    | compressed-tensors transformers      | | tests/export/test_unquantized.py tests/export/test_dialects.py
+llmcompressor | llmcompressor compressed-tensors      | llmcompressor              | | tests/integration/test_llm_compressor.py
 modelopt      | nvidia-modelopt                       | nvidia-modelopt requests   | | tests/integration/test_modelopt.py
 deepspeed     | deepspeed                             | deepspeed mpi4py mpich     | | tests/integration/test_deepspeed.py
 megatron      | megatron-core megatron-fsdp           | megatron-core megatron-fsdp triton   | | tests/integration/test_megatron.py tests/integration/test_megatron_functions.py

@@ -254,6 +254,13 @@ struct FourOverSixNumerics : NVFP4Numerics {
     }
 };
 
+// The amax that a tensor of NVFP4 is cast under and stores: its own, or, if that is finite, the
+// one that makes its scale 1.
+ZEROCAST_FN i32 effective_amax(const NumericsTable& table, i32 tensor_amax) {
+    i32 fixed = (i32)table.one_level_amax;
+    return fixed && tensor_amax < INFINITY_BITS ? fixed : tensor_amax;
+}
+
 // The numerics of one tensor.
 template <class Numerics>
 ZEROCAST_FN Numerics numerics_of(const NumericsTable& table, const i32* tensor_amax,
@@ -266,7 +273,7 @@ ZEROCAST_FN Numerics numerics_of(const NumericsTable& table, const i32* tensor_a
     else if constexpr (SAME<Numerics, MXNumerics<F>>)
         return {table.scale_rounding};
     else
-        return {*tensor_amax, table.scale_max};
+        return {effective_amax(table, *tensor_amax), table.scale_max};
 }
 
 // What a code is multiplied by when it is decoded: from the stored scale of its block, and the

@@ -257,8 +257,9 @@ struct NumericsTable {
     i64 four_over_six;  // ErrorKind
     i64 stochastic_rounding;
     i64 seed;
+    i64 one_level_amax;  // FP32 bit pattern, or 0 where the tensor scale follows the amax
 };
-static_assert(sizeof(NumericsTable) == 12 * sizeof(i64), "a row that Python writes");
+static_assert(sizeof(NumericsTable) == 13 * sizeof(i64), "a row that Python writes");
 
 }  // namespace ZEROCAST_ISA
 }  // namespace zerocast

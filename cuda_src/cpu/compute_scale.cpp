@@ -134,7 +134,7 @@ void advance(const DelayedState& state, i32 amax_bits, const NumericsTable& nume
 
 // What is done once a weight, when all of its scales are there.
 void finish(const ScaleTarget& target, const NumericsTable& numerics) {
-    if (target.amax) *target.amax = *target.tensor_amax;
+    if (target.amax) *target.amax = effective_amax(numerics, *target.tensor_amax);
     if (target.delayed.cast_scale) advance(target.delayed, *target.tensor_amax, numerics);
     if (target.rounding_counter) target.rounding_counter[1]++;
 }

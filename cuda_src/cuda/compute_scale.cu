@@ -8,8 +8,8 @@
 
 using namespace zerocast;
 
-static ZEROCAST_FN void once_a_weight(const ScaleTarget& target) {
-    if (target.amax) *target.amax = *target.tensor_amax;
+static ZEROCAST_FN void once_a_weight(const ScaleTarget& target, const NumericsTable& table) {
+    if (target.amax) *target.amax = effective_amax(table, *target.tensor_amax);
     if (target.rounding_counter) target.rounding_counter[1]++;
 }
 
@@ -38,6 +38,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<Numerics>)
             store_scales<typename Numerics::Stored, THREADS>(plane, tile, plane.block_amax, down,
                                                              right, stored);
         if (tile.plane == 0 && tile.row == 0 && tile.col == 0 && threadIdx.x == 0)
-            once_a_weight(target);
+            once_a_weight(target, table);
     }
 }

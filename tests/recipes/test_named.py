@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ import torch
 import zerocast
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.errors import InputError
-from zerocast.recipes import NAMED, RECIPES, QParams, as_recipe, recipe_from_text, short_name
+from zerocast.recipes import (
+    NAMED,
+    RECIPES,
+    QParams,
+    Recipe,
+    as_recipe,
+    recipe_from_text,
+    short_name,
+)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -109,32 +118,44 @@ def test_a_name_gives_the_bytes_of_its_recipe():
 
 MADE = {
     "ConversionReport", "Explanation", "LowBitAllGather", "ParameterCoverage", "ParameterGather",
-    "RecipeState",
+    "ProductExplanation", "RecipeState",
 }  # fmt: skip
 """Classes whose instances a public call makes, with the recipe that it was given."""
 
 
-def public_calls() -> Iterator[tuple[str, Callable]]:
-    """The functions and the constructors of classes that users are told of."""
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """The classes that an annotation names, at any depth."""
+    yield annotation
+    for each in get_args(annotation):
+        yield from parts_of(each)
+
+
+def takers() -> Iterator[tuple[str, list[Any]]]:
+    """The functions, and the constructors of classes, that users are told of and that take recipes,
+    and the classes that each parameter for one may have. Annotations may be texts or aliases.
+    """
     for package in (zerocast, zerocast.nn, zerocast.sharded, zerocast.optim):
         for name in package.__all__:
             value = getattr(package, name)
-            if inspect.isfunction(value) or inspect.isclass(value):
-                call = value if inspect.isfunction(value) else value.__init__
-                yield f"{package.__name__}.{name}", call
+            if not (inspect.isfunction(value) or inspect.isclass(value)):
+                continue
+            call = inspect.unwrap(value if inspect.isfunction(value) else value.__init__)
+            for parameter in inspect.signature(call).parameters.values():
+                annotation = parameter.annotation
+                if isinstance(annotation, str) and "Recipe" in annotation:
+                    annotation = eval(annotation, call.__globals__)
+                kinds = [*parts_of(annotation)]
+                if Recipe in kinds:
+                    yield name, kinds
 
 
 def test_no_public_call_takes_a_recipe_and_no_name():
-    """Wherever a parameter is annotated as a Recipe, it may be a string, too."""
-    without = [
-        f"{where}({parameter.name})"
-        for where, call in public_calls()
-        for parameter in inspect.signature(call).parameters.values()
-        if "Recipe" in (kinds := str(parameter.annotation).split(" | "))
-        and "str" not in kinds
-        and where.rpartition(".")[2] not in MADE
-    ]
-    assert without == []
+    """Wherever a parameter is annotated as a Recipe, it may be a string, too. All that are tried
+    above are found.
+    """
+    found = [(name, kinds) for name, kinds in takers() if name not in MADE]
+    assert {name for name, _ in found} >= TAKERS.keys() - MADE
+    assert [name for name, kinds in found if str not in kinds] == []
 
 
 @pytest.mark.parametrize("kind", RECIPES.values())

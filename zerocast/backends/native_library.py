@@ -17,7 +17,7 @@ import torch  # noqa: F401  (loads torch's OpenMP runtime first, so that the lib
 
 from zerocast.errors import BackendError
 
-INTERFACE = 26
+INTERFACE = 27
 """The number of the interface of functions and tables that this Python code calls; the library
 returns its own from ``zerocast_cpu_interface()``.
 """

@@ -64,7 +64,7 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
             f"the {backend} backend does not support {numerics}; cast it under "
             "use_backend('reference')."
         )
-    float8, delayed, mx, nvfp4 = [0] * 3, [0] * 2, [0], [0] * 4
+    float8, delayed, mx, nvfp4 = [0] * 3, [0] * 2, [0], [0] * 5
     if isinstance(numerics, Float8Numerics):
         formula = SCALE_FORMULAS[numerics.formula]
         float8 = [int(numerics.power_2_scale), float_bits(numerics.amax_epsilon), formula]
@@ -80,6 +80,7 @@ def numerics_fields(numerics: Numerics, backend: str) -> list[int]:
             ERRORS[numerics.four_over_six],
             int(numerics.stochastic_rounding),
             seed - 2**64 if seed >= 2**63 else seed,
+            float_bits(numerics.one_level_amax) if numerics.one_level else 0,
         ]
     return [NUMERICS[type(numerics)], FORMATS[numerics.fmt], *float8, *delayed, *mx, *nvfp4]
 

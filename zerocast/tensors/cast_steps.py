@@ -13,10 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from zerocast.arguments import present
 from zerocast.layout import NOTHING, Extent, whole_rows
 from zerocast.numerics import (
-    INFINITY_BITS,
     AdamWUpdate,
     Backend,
     Float8DelayedNumerics,
@@ -170,8 +168,6 @@ def launches_of(
     if isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None:
         yield "partial_select", backend.partial_select(numerics, operands, masters)
         yield "select", backend.select(numerics, operands)
-    if isinstance(numerics, NVFP4Numerics) and numerics.one_level:
-        yield "compute_scale", partial(_set_amaxes, numerics.one_level_amax, scaled)
     yield "compute_scale", backend.compute_scale(numerics, scaled)
 
 
@@ -180,13 +176,6 @@ def _measured(numerics: Numerics, operands: Operands) -> Operands:
     if isinstance(numerics, NVFP4Numerics) and numerics.four_over_six is not None:
         return [replace(operand, whole=NOTHING) for operand in operands]
     return operands
-
-
-def _set_amaxes(amax: float, operands: Operands) -> None:
-    """Set all tensor amaxes to ``amax``, but those that are not finite."""
-    for operand in operands:
-        own = present(operand.tensor_amax)  # int32
-        own.view(torch.float32).masked_fill_(own < INFINITY_BITS, amax)
 
 
 def whole_rows_of(storage: QuantizedStorage, operand: TensorOperand, backend: Backend) -> Extent:

@@ -20,7 +20,12 @@ from zerocast.backends.reference.elements import amax_of, indices, raise_amaxes,
 from zerocast.backends.reference.philox import element_draws
 from zerocast.backends.reference.planes import by_elements, read_plane, write_plane
 from zerocast.backends.reference.rounding import encode_stochastic
-from zerocast.backends.reference.scales import advance, decode_multipliers, scales
+from zerocast.backends.reference.scales import (
+    advance,
+    decode_multipliers,
+    effective_amax,
+    scales,
+)
 from zerocast.backends.subnormals import keeping_subnormals
 from zerocast.layout import BlockGrid
 from zerocast.numerics import (
@@ -201,7 +206,7 @@ def _compute_scale(numerics: Numerics, t: TensorOperand) -> None:
             stored, _ = scales(numerics, t, each)
             write_plane(stored, each.plane.scales, each.scale_inv)
     if t.amax is not None:
-        t.amax.copy_(amax_of(t).view(torch.float32))
+        t.amax.copy_(effective_amax(numerics, t))
     if t.advances and t.delayed is not None:
         assert isinstance(numerics, Float8DelayedNumerics)
         advance(numerics, t.delayed, amax_of(t))

@@ -36,7 +36,7 @@ def scales(numerics: Numerics, operand: TensorOperand, buffers: PlaneBuffers) ->
     block = present(buffers.block_amax).view(torch.float32)
     if isinstance(numerics, NVFP4Numerics):
         choices = None if operand.candidates is None else operand.candidates.choices
-        return nvfp4_scales(numerics, block, amax_of(operand).view(torch.float32), choices)
+        return nvfp4_scales(numerics, block, effective_amax(numerics, operand), choices)
     if isinstance(numerics, MXNumerics):
         return _mx_scales(numerics, block)
     if isinstance(numerics, Float8DelayedNumerics):
@@ -61,6 +61,16 @@ def _float8_scales(numerics: Float8Numerics, amax: torch.Tensor) -> Scales:
         inverse = torch.where(clamped == 0, 1.0, quotient)
     finite = amax.isfinite()
     return torch.where(finite, inverse, math.nan), torch.where(finite, scale, math.nan)
+
+
+def effective_amax(numerics: Numerics, operand: TensorOperand) -> torch.Tensor:
+    """Return the tensor amax that is cast under and stored, FP32 [1]: with one level, any finite
+    one is that whose scale is 1.
+    """
+    own = amax_of(operand).view(torch.float32)
+    if isinstance(numerics, NVFP4Numerics) and numerics.one_level:
+        return torch.where(own.isfinite(), numerics.one_level_amax, own)
+    return own
 
 
 def _mx_scales(numerics: MXNumerics, amax: torch.Tensor) -> Scales:
