@@ -128,7 +128,7 @@ class CastLife(RuleBasedStateMachine):
         then nobody reads the weights.
         """
         writes = [weight.quantized_storage.writes for weight in self.weights[rank]]
-        if all(each.are_readable for each in writes):
+        if not any(each.unfinished for each in writes):
             return False
         assert self.plans[rank]._prepared.steps.writes_early
         for weight in self.weights[rank]:
