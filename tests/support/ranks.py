@@ -165,6 +165,7 @@ def _run_gloo(world: Any, world_size: int, fn: Callable[[Communicator], Any]) ->
             try:
                 result = _in_gloo_group(path, world.rank, world_size, fn)
             finally:
+                _forget_meshes()  # not in forked ranks, which end: torch 2.13 may crash in it there
                 Path(f"{path}.done").touch()
         while world.rank >= world_size and not Path(f"{path}.done").exists():
             time.sleep(2e-3)  # MPI's barrier waits busily, on the cores of those that work
@@ -202,4 +203,3 @@ def _in_gloo_group(path: str, rank: int, world_size: int, fn: Callable[[Communic
         return result
     finally:
         dist.destroy_process_group()
-        _forget_meshes()

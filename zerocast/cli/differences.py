@@ -234,9 +234,10 @@ def _from_source(name: str, checkpoints: Sequence[StoredWeights], source: Stored
         scales = [_bytes_of_rows(each, -(-len(master) // height)) for each in scales]
         bands = torch.cat((bands, (scales[0] != scales[1]).any(1).nonzero().flatten()))
     if not len(bands):  # the scale of the tensor alone differs
-        bands = torch.zeros(1, dtype=torch.int64)
+        bands = torch.zeros(1, dtype=torch.int64, device="cpu")
     bands = bands.unique()[: max(1, SAMPLE // (height * master.shape[1]))]
-    rows = (bands[:, None] * height + torch.arange(height)).flatten()
+    within = torch.arange(height, dtype=torch.int64, device="cpu")
+    rows = (bands[:, None] * height + within).flatten()
     rows = rows[rows < len(master)]
     texts = []
     for i, each in enumerate(checkpoints):

@@ -68,7 +68,8 @@ class StoredModel(StoredModule):
         for name, values in found.items():
             self._module_of(name, found)._parameters[name.rpartition(".")[2]] = values
         if self.configuration.get("tie_word_embeddings"):
-            self._module_of("lm_head.weight", {"lm_head.weight": torch.empty(1, 1)})
+            matrix = torch.empty(1, 1, dtype=dtype, device="meta")
+            self._module_of("lm_head.weight", {"lm_head.weight": matrix})
 
     def _module_of(self, name: str, found: Mapping[str, torch.Tensor]) -> torch.nn.Module:
         """Return the module of the parameter ``name``, made if needed, as are those above it."""

@@ -10,7 +10,7 @@ from zerocast.export.stored_files import StoredFiles
 from zerocast.numerics import NVFP4Numerics
 
 _HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = torch.tensor([*_HALVES, *(-each for each in _HALVES)])
+_E2M1 = torch.tensor([*_HALVES, *(-each for each in _HALVES)], dtype=torch.float32, device="cpu")
 """The values of 4-bit codes, by the OCP Microscaling specification 1.0, section 5.3.3."""
 
 
