@@ -47,13 +47,13 @@ def test_files_are_those_of_the_whole_model_on_one_rank(comm, tp, is_converted):
     """
     recipe, folder = NVFP4 if is_converted else None, shared_folder(comm)
     model = shard(pair(recipe, "master"), tp)
-    options = {"include": [] if is_converted else ["up", "down"], "bucket_bytes": 10_000}
+    options = {"include": [] if is_converted else ["up", "down"], "bucket_bytes": 1_000}
     for number, name in enumerate(NAMES):
         split, alone = folder / f"split{number}", folder / f"alone{number}"
         common = {"dialect": name, "dtype": torch.bfloat16}
         save_pretrained(model, split, from_masters=is_converted, **common, **options)
         if comm.rank == 0:
-            own = {"include": ["up", "down"], "bucket_bytes": 10_000}
+            own = {"include": ["up", "down"], "bucket_bytes": 1_000}
             save_pretrained(pair(), alone, group=zerocast.comm.SingleRank(), **common, **own)
             assert len(contents(alone)) > 2
             assert contents(split) == contents(alone), name
