@@ -17,8 +17,8 @@ import torch
 from zerocast.backends.reference.planes import read_plane
 from zerocast.cli.stored_weights import StoredWeights
 from zerocast.export import Dialect
-from zerocast.lab.conformance.case_packs import raw
 from zerocast.lab.conformance.causes import changes_giving
+from zerocast.lab.conformance.stored_values import same_bytes
 from zerocast.layout import Plane
 from zerocast.numerics import E4M3, NVFP4Numerics, decode
 from zerocast.tensors import QuantizedStorage, QuantizedTensor
@@ -73,7 +73,7 @@ def difference(
         cause = f"only in {'A' if stored[0] else 'B'}"
         return WeightDifference(name, *stored, None, None, None, None, cause)
     given = a.tensors(name), b.tensors(name)
-    if stored[0] == stored[1] and all(map(_same, *given)):
+    if stored[0] == stored[1] and all(map(same_bytes, *given)):
         return None
     left, right = (_decoded(each, name) for each in (a, b))
     if left.shape != right.shape:
@@ -96,11 +96,6 @@ def difference(
     else:
         cause = "other precision"
     return WeightDifference(name, *stored, codes, scales, largest, relative, cause)
-
-
-def _same(given: torch.Tensor, other: torch.Tensor) -> bool:
-    like = (given.shape, given.dtype) == (other.shape, other.dtype)
-    return like and torch.equal(raw(given), raw(other))
 
 
 def _decoded(checkpoint: StoredWeights, name: str) -> torch.Tensor:

@@ -7,20 +7,16 @@ weight in the same way are all of them; they differ in the formula by which it w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zerocast.errors import InputError
 from zerocast.export import DIALECTS, Dialect
 from zerocast.export.dialects import stored_name
-from zerocast.export.folder import require_safetensors
 from zerocast.export.pretrained_loading import read_configuration
-from zerocast.safe_files import open_regular, printable, read_text
+from zerocast.export.stored_files import StoredFiles
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,8 @@ class StoredWeights:
             InputError: if a file is missing, damaged or not in the directory, or two files have a
                 tensor of one name.
         """
-        self.folder, self._tensors = folder, _open(folder)
-        like = {name: torch.empty_like(t, device="meta") for name, t in self._tensors.items()}
+        self.folder, self._files = folder, StoredFiles(folder)
+        like = self._files.likes
         named = read_configuration(folder) if (folder / "config.json").is_file() else {}
         section = named.get("quantization_config")
         known = sorted(  # first those that the checkpoint names
@@ -79,44 +75,13 @@ class StoredWeights:
         self.by_name |= {name: StoredWeight((), (name,)) for name in others}
 
     def tensors(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Return the stored tensors of the parameter or buffer ``name``, which map the file."""
-        return tuple(self._tensors[each] for each in self.by_name[name].names)
+        """Return the stored tensors of the parameter or buffer ``name``, on the CPU."""
+        return tuple(self._files.tensors[each].whole() for each in self.by_name[name].names)
 
     def describe(self, name: str) -> str:
         """Return how the parameter ``name`` is stored: its dialect, or its dtype."""
         weight = self.by_name.get(name)
         if weight is None:
             return ""
-        dtype = str(self._tensors[name].dtype) if not weight.dialects else ""
+        dtype = str(self._files.tensors[name].like.dtype) if not weight.dialects else ""
         return weight.dialects[0].name if weight.dialects else dtype.removeprefix("torch.")
-
-
-def _open(folder: Path) -> Mapping[str, torch.Tensor]:
-    """Return all stored tensors by name, which map the files: bytes are read when they are used."""
-    require_safetensors()
-    from safetensors import SafetensorError, safe_open
-
-    index, tensors = folder / "model.safetensors.index.json", dict[str, torch.Tensor]()
-    try:
-        places: dict[str, Any] = {}
-        if index.is_file():
-            places = dict(json.loads(read_text(index))["weight_map"])
-        for file in sorted(set(places.values())) or ["model.safetensors"]:
-            if Path(file).name != file:
-                raise ValueError(f"its index names {file!r}, which is not one of its files")
-            open_regular(folder / file).close()
-            with safe_open(folder / file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if name in tensors:
-                        raise ValueError(f"two of its files have a tensor {name}")
-                    tensors[name] = opened.get_tensor(name)
-    except (
-        OSError, ValueError, TypeError, LookupError, RuntimeError, RecursionError, MemoryError,
-        SafetensorError,
-    ) as error:  # fmt: skip
-        message = printable(str(error))
-        raise InputError(f"{folder} has a file that cannot be read: {message}") from error
-    missing = places.keys() - tensors.keys()
-    if missing:
-        raise InputError(f"{folder} lacks {min(missing)}, which its index names.")
-    return tensors

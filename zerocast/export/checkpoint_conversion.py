@@ -28,7 +28,7 @@ from zerocast.errors import InputError
 from zerocast.export.bucket_tensors import named_tensors
 from zerocast.export.chosen_weights import ChosenWeights
 from zerocast.export.dialects import Dialect
-from zerocast.export.entries import Entry, StoredParameter
+from zerocast.export.entries import Entry, StoredParameter, whole
 from zerocast.export.exported_weights import BUCKET_BYTES, Export
 from zerocast.export.folder import (
     MODEL_FILES,
@@ -44,7 +44,6 @@ from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors, in_buckets
 from zerocast.export.stored_model import StoredModel
 from zerocast.export.stored_names import stored_order
-from zerocast.layout import Extent
 from zerocast.recipes.recipe_patterns import ALL, Recipes
 from zerocast.versions import __version__
 
@@ -154,10 +153,7 @@ class CheckpointConversion:
                 "make room, or choose a target on another disk."
             )
 
-    # --- what it says ---
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, Any]:
         """What decides the bytes of the target's files, as JSON values."""
         files = self.model.files
         found = {
@@ -168,8 +164,6 @@ class CheckpointConversion:
             "tensors": [[f"{e.dtype} {e.recipe} {e.amax_group}" for e in b] for b in self.buckets],
         }
         return json.loads(json.dumps(found))
-
-    # --- what it does ---
 
     def run(self, progress: Progress = lambda _: None) -> dict[str, int]:
         """Convert, and return the sizes of the target's files by name. Collective.
@@ -209,8 +203,10 @@ class CheckpointConversion:
                 lock.close()
 
     def _check_drafts(self) -> None:
-        """Check that files of an earlier run are of this conversion; if there are none, say so."""
-        note, own = self._drafts / "conversion.json", self.fingerprint
+        """Check that the files of an earlier run are of this conversion. The first run writes down
+        what they are of.
+        """
+        note, own = self._drafts / "conversion.json", self._fingerprint()
         if not note.exists():
             write_json(own, self._drafts / "conversion.part")
             (self._drafts / "conversion.part").rename(note)
@@ -267,8 +263,9 @@ class CheckpointConversion:
     def _finish(self, files: Path) -> dict[str, int]:
         """Write what is not tensors, and give the directory the target's name."""
         write_index(files, self._names)
-        contents: dict[str, Any] = {"dtype": f"{HIGH_PRECISION.get(self._name)}".split(".")[-1]}
-        if self._export is not None:
+        if self._export is None:
+            contents = {"dtype": f"{HIGH_PRECISION[self._name]}".removeprefix("torch.")}
+        else:
             contents = self._export.config.contents()
             for name, other in self._export.config.files().items():
                 write_json(other, files / name)
@@ -298,7 +295,7 @@ def _loaded(stage: Sequence[Entry]) -> list[Entry]:
         if each.shard is not None and each.original is None:
             each = replace(each, shard=each.shard.loaded())
         elif isinstance(each.tensor, StoredParameter) and each.recipe is None:
-            values = each.tensor.read(Extent(0, each.tensor.numel())).view(each.tensor.shape)
+            values = whole(each.tensor, each.dtype)
             each = replace(each, tensor=torch.nn.Parameter(values, requires_grad=False))
         found.append(each)
     return found

@@ -126,7 +126,7 @@ class StoredFiles:
             if math.prod(each.shape) * like.itemsize != each.end - each.start:
                 raise ValueError(f"{each.name} has other bytes than its shape {list(each.shape)}")
             if each.name in self.tensors:
-                raise ValueError(f"another file has a tensor {each.name}, too")
+                raise ValueError(f"two of its files have a tensor {each.name}")
             self.tensors[each.name] = StoredTensor(path, each.start, like.expand(each.shape))
 
     @property

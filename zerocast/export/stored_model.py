@@ -41,7 +41,6 @@ class StoredModel(StoredModule):
     Attributes:
         files: the files.
         configuration: the contents of ``config.json``, without the section of a dialect.
-        dialect: the dialect of its quantized weights; None if ``config.json`` has no section.
 
     Raises:
         InputError: if the directory is damaged, or stores weights in an unknown format.
@@ -54,7 +53,6 @@ class StoredModel(StoredModule):
         likes = self.files.likes
         if dialect is None and self.configuration.get("quantization_config") is not None:
             dialect = dialect_of(self.configuration, folder, likes)
-        self.dialect = dialect
         self.configuration = {k: v for k, v in self.configuration.items() if k not in SECTIONS}
         dtype, found = nominal_dtype(self.configuration), dict[str, StoredParameter]()
         for name, tensor in self.files.tensors.items():

@@ -7,6 +7,7 @@ import torch
 from zerocast.export import Dialect
 from zerocast.export.checkpoint_conversion import CheckpointConversion, Progress, value_bytes
 from zerocast.export.stored_files import StoredFiles
+from zerocast.lab.conformance.case_packs import raw
 from zerocast.numerics import NVFP4Numerics
 
 _HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -60,7 +61,7 @@ def check_stored(conversion: CheckpointConversion, progress: Progress) -> list[s
             fresh = conversion.tensors_of(stage)
             expected |= fresh.keys()
             held = {name: stored[name].whole() for name in fresh if name in stored}
-            differing = [name for name in fresh if not _is_equal(fresh[name], held.get(name))]
+            differing = [name for name in fresh if not same_bytes(fresh[name], held.get(name))]
             wrong += differing
             for entry in stage:
                 if entry.recipe is None or differing:
@@ -74,9 +75,8 @@ def check_stored(conversion: CheckpointConversion, progress: Progress) -> list[s
     return [*wrong, *(stored.keys() - expected)]
 
 
-def _is_equal(fresh: torch.Tensor, stored: torch.Tensor | None) -> bool:
-    """Return whether two tensors have the same dtype, shape and bytes."""
-    if stored is None or (fresh.dtype, fresh.shape) != (stored.dtype, stored.shape):
+def same_bytes(given: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes; False if one is None."""
+    if other is None or (given.dtype, given.shape) != (other.dtype, other.shape):
         return False
-    one, other = (each.reshape(-1).view(torch.uint8) for each in (fresh, stored))
-    return torch.equal(one, other)
+    return torch.equal(raw(given), raw(other))
