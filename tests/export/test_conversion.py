@@ -282,7 +282,8 @@ def test_a_killed_conversion_goes_on(tmp_path):
     def start(folder: Path) -> subprocess.Popen:
         command = [sys.executable, "-c", program, source, folder]
         running = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert running.stdout.readline() == b"made\n"
+        with running.stdout:
+            assert running.stdout.readline() == b"made\n"
         return running
 
     began = time.monotonic()
