@@ -239,6 +239,6 @@ def test_a_wrong_line_is_found(
 ) -> None:
     """Where amaxes are not cleared before a cast, or moved codes are not looked for."""
     monkeypatch.setattr(owner, name, wrong)
-    drawn = settings(max_examples=60, stateful_step_count=50, phases=[Phase.generate])
+    drawn = settings(max_examples=1000, stateful_step_count=50, phases=[Phase.generate])
     with pytest.raises(AssertionError, match="expected"):
         run_state_machine_as_test(CastLife, settings=drawn)
