@@ -14,7 +14,7 @@ torch         | torch                                 | torch transformers      
 transformers  | transformers accelerate peft torchao  | transformers accelerate peft torchao | | tests/integration/test_accelerate.py
 compressed    | compressed-tensors                    | compressed-tensors transformers      | | tests/export/test_unquantized.py tests/export/test_dialects.py
 llmcompressor | llmcompressor compressed-tensors      | llmcompressor              | | tests/integration/test_llm_compressor.py
-modelopt      | nvidia-modelopt                       | nvidia-modelopt requests   | | tests/integration/test_modelopt.py
+modelopt      | nvidia-modelopt                       | nvidia-modelopt transformers requests | | tests/integration/test_modelopt.py
 deepspeed     | deepspeed                             | deepspeed mpi4py mpich     | | tests/integration/test_deepspeed.py
 megatron      | megatron-core megatron-fsdp           | megatron-core megatron-fsdp triton   | | tests/integration/test_megatron.py tests/integration/test_megatron_functions.py
 torchtitan    | torchtitan                            | torchtitan triton          | | tests/adapters/torchtitan tests/integration/test_torchtitan.py
