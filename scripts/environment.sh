@@ -9,6 +9,7 @@
 #                                   makes a virtual environment, puts it first on PATH, and fills it by the command
 #   without_skips ARGUMENT...       runs pytest's integration tests, or those of another -m, and fails where one of them
 #                                   is skipped, too
+#   remove_siblings_of_torch        uninstalls torchaudio, torchcodec and torchvision
 #
 # PYTHON names the interpreter that an environment is made from; default python3.
 
@@ -109,4 +110,9 @@ install_packages() {
 
 install_zerocast() {
     python -m pip install --verbose --no-compile -c constraints.txt --no-build-isolation --editable ".[$1]"
+}
+
+# What vLLM requires of them is of another release than its torch, and transformers imports what it finds.
+remove_siblings_of_torch() {
+    python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 }

@@ -28,6 +28,7 @@ install_newest() {
     python -m pip install --quiet --no-compile $1 hypothesis ml_dtypes numpy pytest pytest-mpi pytest-timeout \
         safetensors scikit-build-core cmake ninja &&
         { [ -z "$2" ] || python -m pip install --quiet --no-compile --no-deps $2; } &&
+        remove_siblings_of_torch &&
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }
 
