@@ -1,9 +1,7 @@
-"""The table "What runs where" of docs/concepts.md is true: every cell of it is run."""
+"""Every recipe runs wherever docs/concepts.md, "What runs where", says that it does."""
 
 import copy
-import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,13 +22,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "concepts.md"
 SHAPE = torch.Size((64, 96))
 NUMEL = SHAPE.numel()
 VALUES = draw_values("wide", NUMEL, 3).view(SHAPE)
-
-NAMES = (
-    "`DelayedScaling`", "`Float8CurrentScaling`", "`Float8RowwiseScaling`", "`Float8BlockScaling`",
-    "`MXFP8BlockScaling`", "... in blocks of 32x32", "`MXFP4BlockScaling`",
-    "`NVFP4BlockScaling`", "... 4-over-6", "... stochastic rounding",
-)  # fmt: skip
-ROWS: dict[str, Recipe] = dict(zip(NAMES, RECIPES.values(), strict=True))
 
 
 def whole(recipe: Recipe) -> zerocast.QuantizedTensor:
@@ -110,55 +101,39 @@ def autocast(recipe: Recipe) -> None:
         assert gradient.count_nonzero() > 0
 
 
-COLUMNS: dict[str, Callable[[Recipe], None]] = {
+CLAIMS: dict[str, Callable[[Recipe], None]] = {
     "`quantize`": quantized,
-    "functional cast": functional,
+    "the functional cast": functional,
     "`CastPlan`": sharded,
     "`ZeroOptimizer`": zero,
     "`state_dict`": saved,
     "`autocast`": autocast,
 }
-"""What a cell claims; on the CPU, and but for the optimizer and the layers on CUDA."""
 
 
-def matrix() -> dict[str, dict[str, str]]:
-    """The page's: row -> column -> cell."""
-    tables = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE)
-    table = next(t for t in tables if "`ZeroOptimizer`" in t.splitlines()[0])
-    head, _, *rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
-    ]
-    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+def test_the_page_names_every_claim_and_recipe() -> None:
+    """And nothing else runs every recipe."""
+    text = " ".join(PAGE.read_text().split("## What runs where")[1].split())
+    *first, last = CLAIMS
+    assert f"in {', '.join(first)} and {last}, on CPUs and by the CUDA kernels" in text
+    assert {type(recipe) for recipe in RECIPES.values()} == set(zerocast.recipes.RECIPES.values())
 
 
-def test_the_matrix_has_every_recipe_and_no_empty_cell() -> None:
-    """Its rows are the recipes and their options; each cell says what runs."""
-    table = matrix()
-    assert list(table) == list(ROWS)
-    assert {type(recipe) for recipe in ROWS.values()} == set(zerocast.recipes.RECIPES.values())
-    for row, cells in table.items():
-        assert list(cells) == list(COLUMNS), row
-        assert set(cells.values()) <= {"CPU, CUDA (emulated)", "CPU"}, row
-
-
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("row", ROWS)
-def test_a_cell_runs_on_the_cpu(row: str, column: str) -> None:
-    """Every cell says CPU."""
-    assert "CPU" in matrix()[row][column]
-    COLUMNS[column](ROWS[row])
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_recipe_runs_on_the_cpu(recipe: Recipe, claim: str) -> None:
+    """As the claim's own function says."""
+    CLAIMS[claim](recipe)
 
 
 @needs_emulation
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("row", ROWS)
-def test_a_cell_runs_on_cuda(row: str, column: str, emulated: CudaBackend) -> None:
-    """Where a cell says CUDA, our kernels do the arithmetic, under the emulation."""
-    with zerocast.use_backend(emulated) if "CUDA" in matrix()[row][column] else nullcontext():
-        if "CUDA" not in matrix()[row][column]:
-            pytest.skip("the cell says CPU")
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_recipe_runs_by_the_kernels(recipe: Recipe, claim: str, emulated: CudaBackend) -> None:
+    """Our kernels do the arithmetic, under the emulation."""
+    with zerocast.use_backend(emulated):
         before = emulated.launcher.launches
-        COLUMNS[column](ROWS[row])
+        CLAIMS[claim](recipe)
         assert emulated.launcher.launches > before
 
 
