@@ -24,6 +24,14 @@ _HOLDS_MEMORY = torch.Tensor.__torch_dispatch__
 _TRANSFORMED = "a tensor of a torch.func transform; call this outside of the transform"
 
 
+def shown_bytes(count: float) -> str:
+    """Return a number of bytes in B, kB, MB or GB (powers of 1000), with two decimals or none."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:.0f} B"
+
+
 def shown(value: object) -> str:
     """Return a short ASCII description of ``value`` for a message."""
     if isinstance(value, torch.Tensor):

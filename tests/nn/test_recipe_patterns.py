@@ -131,7 +131,7 @@ def test_the_report_groups_by_recipe():
         "  8 with fp8-channel: model.layers.{0..1}.self_attn.{q_proj,k_proj,v_proj,o_proj}",
         "  3 with MXFP8BlockScaling(): model.layers.0.mlp.{gate_proj,up_proj,down_proj}",
         "  2 with nvfp4-4over6: model.layers.1.mlp.experts.{gate_up_proj,down_proj}",
-        "82,688 parameters, 89.2 % held in codes; they take 149,032 bytes, 113,192 of them "
+        "82,688 parameters, 89.2 % held in codes; they take 149.03 kB, 113.19 kB of them "
         "codes and scales",
         "  model.layers.{0..1}.self_attn.{q_proj,o_proj}.weight [64x64]: held in codes by "
         "fp8-channel",

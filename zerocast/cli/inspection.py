@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from zerocast.arguments import shown_bytes
 from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.description import TensorDescription, describe
 from zerocast.errors import InputError, ZerocastError
@@ -70,7 +71,7 @@ def cells(about: TensorDescription) -> list[str]:
 
     return [
         about.name, "x".join(map(str, about.shape)) or "scalar", about.dtype,
-        about.recipe.removesuffix("()"), f"{about.nbytes:,}",
+        about.recipe.removesuffix("()"), shown_bytes(about.nbytes),
         "" if about.amax is None else f"{about.amax:.4g}", span(about.codes), span(about.scales),
         share(about.saturated), share(about.zeros),
         str(about.not_finite) if about.not_finite else "",
@@ -95,8 +96,8 @@ def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> st
     """Return a summary of all tensors and other entries."""
     quantized = [each for each in described if each.recipe]
     text = (
-        f"{len(described)} tensors, {sum(each.nbytes for each in described):,} bytes; "
-        f"{len(quantized)} are quantized, {sum(each.nbytes for each in quantized):,} bytes."
+        f"{len(described)} tensors, {shown_bytes(sum(each.nbytes for each in described))}; "
+        f"{len(quantized)} are quantized, {shown_bytes(sum(each.nbytes for each in quantized))}."
     )
     if others:
         named = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerocast.arguments import shown_bytes
+
 
 @dataclass(frozen=True)
 class ExportReport:
@@ -22,7 +24,9 @@ class ExportReport:
     formats: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.directory}: {len(self.files)} files, {sum(self.files.values()):,} bytes"]
+        lines = [
+            f"{self.directory}: {len(self.files)} files, {shown_bytes(sum(self.files.values()))}"
+        ]
         for form, count in Counter(self.formats.values()).items():
             names = (name for name, its in self.formats.items() if its == form)
             layers = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)

@@ -1,7 +1,7 @@
 """coverage: lists the parameters of a model that are in codes at present, and why others are not.
 
     >>> print(zerocast.nn.coverage(model))
-    86,848 parameters, 28.3 % held in codes; they take 271,464 bytes, 22,376 of them codes ...
+    86,848 parameters, 28.3 % held in codes; they take 271.46 kB, 22.38 kB of them codes ...
       model.layers.{0..1}.self_attn.{q_proj,o_proj}.weight [64x64]: held in codes by ...
       left: model.layers.{0..1}.mlp.experts.down_proj [4x64x32], 18.9 %: a MixtralExperts ...
       left: 9 smaller ones (embeddings, norms, biases), 0.7 %
@@ -16,7 +16,14 @@ from typing import Literal
 
 import torch
 
-from zerocast.arguments import Device, check_device, check_dtype, check_integer, check_module
+from zerocast.arguments import (
+    Device,
+    check_device,
+    check_dtype,
+    check_integer,
+    check_module,
+    shown_bytes,
+)
 from zerocast.errors import InputError
 from zerocast.nn.autocast import get_default_recipe
 from zerocast.nn.engines import Engine, Product, Side, engine
@@ -84,9 +91,9 @@ class Coverage:
         found = dict.fromkeys(p.how for p in self.parameters if p.how != "left")
         shares = [f"{_percent(self.elements(how), total)} {how}" for how in found]
         head = f"{total:,} parameters, {' and '.join(shares) or 'none in codes'}"
-        head += f"; they take {self.bytes():,} bytes"
+        head += f"; they take {shown_bytes(self.bytes())}"
         if "held in codes" in found:
-            head += f", {self.bytes('held in codes'):,} of them codes and scales"
+            head += f", {shown_bytes(self.bytes('held in codes'))} of them codes and scales"
         left = [p for p in self.parameters if p.how == "left"]
         left.sort(key=lambda p: -p.shape.numel())
         matrices = [p for p in left if len(p.shape) > 1]

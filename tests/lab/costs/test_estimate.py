@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_page_of_the_docs_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/costs.md prints the estimate of the 405B model on 1,024 ranks, to the letter."""
     found = re.search(
-        r"<!-- python -m zerocast (.+) -->\n\n(.+)\n\n<!-- end -->", PAGE.read_text(), re.S
+        r"<!-- python -m zerocast (.+) -->\n```\n(.+)\n```\n<!-- end -->", PAGE.read_text(), re.S
     )
     assert found
     assert main(found[1].split()) == 0

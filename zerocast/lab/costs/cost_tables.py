@@ -1,10 +1,11 @@
-"""Estimates as Markdown tables, also readable in a terminal, and as JSON values."""
+"""Estimates as tables for a terminal, and as JSON values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from zerocast.arguments import shown_bytes
 from zerocast.lab.costs.estimation import Estimate
 
 Estimates = Mapping[str, Estimate]
@@ -13,8 +14,6 @@ Estimates = Mapping[str, Estimate]
 
 def tables(estimates: Estimates) -> str:
     """Return tables that compare estimates of one model on the same number of ranks."""
-    sent = {name: each.sent_bytes for name, each in estimates.items()}
-    memory = {name: each.memory for name, each in estimates.items()}
     counts = {
         name: {
             "collectives": each.collectives,
@@ -22,21 +21,41 @@ def tables(estimates: Estimates) -> str:
         }
         for name, each in estimates.items()
     }
-    parts = [
-        _table("bytes that a rank sends", sent),
-        _table("", counts, total=False),
-        _table("bytes that a rank holds", memory),
-    ]
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [
+            _of_bytes("sent by a rank", {name: e.sent_bytes for name, e in estimates.items()}),
+            _aligned(["", *counts], _rows(counts, str)),
+            _of_bytes("held by a rank", {name: e.memory for name, e in estimates.items()}),
+        ]
+    )
 
 
-def _table(title: str, columns: Mapping[str, Mapping[str, int]], *, total: bool = True) -> str:
-    """Return a table with ``columns``, and a row for each name that is not 0 in all of them."""
+_Columns = Mapping[str, Mapping[str, int]]
+
+
+def _of_bytes(title: str, columns: _Columns) -> str:
+    """Return a table of bytes, their sums, and these as shares of BF16's, if that is a column."""
+    sums = {name: sum(each.values()) for name, each in columns.items()}
+    rows = [*_rows(columns, shown_bytes), ["together", *map(shown_bytes, sums.values())]]
+    if "BF16" in sums:
+        rows.append(["of BF16's", *(f"{each / sums['BF16']:.0%}" for each in sums.values())])
+    return _aligned([title, *columns], rows)
+
+
+def _rows(columns: _Columns, shown: Callable[[int], str]) -> list[list[str]]:
+    """Return a row for each name whose number is not 0 in all columns."""
     names = _in_order(columns.values())
-    rows = [[name, *(f"{each.get(name, 0):,}" for each in columns.values())] for name in names]
-    if total:
-        rows.append(["**together**", *(f"{sum(each.values()):,}" for each in columns.values())])
-    return markdown([title, *columns], rows)
+    return [[name, *(shown(each.get(name, 0)) for each in columns.values())] for name in names]
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a terminal whose columns, except the first, are right-aligned."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in (head, *rows)
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def _in_order(columns: Iterable[Mapping[str, Any]]) -> list[str]:
