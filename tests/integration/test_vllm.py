@@ -40,9 +40,9 @@ MODELS = {
 }
 MIXTURES = ["qwen3-moe", "mixtral"]
 
-OF_OTHERS = ("sglang/", "gpt-oss/", "deepseek/v4")
+OF_OTHERS = ("sglang/", "gpt-oss/", "deepseek/v4", "mlx/")
 READ = [n for n in DIALECTS if not n.startswith(OF_OTHERS) and n != "modelopt/fp8"]
-"""Of models that are neither gpt-oss nor DeepSeek-V4; without static scales of inputs."""
+"""Of vLLM's own dialects those of any model, without static scales of inputs."""
 
 
 def model(kind: str) -> torch.nn.Module:
