@@ -1,5 +1,5 @@
-"""Two hooks of mkdocs: links out of docs/, which the site does not have, become paths, and every
-public name must be in the API reference.
+"""Hooks of mkdocs: the home page is README.md, links out of docs/, which the site does not have,
+become paths, and every public name must be in the API reference.
 """
 
 import importlib
@@ -11,6 +11,17 @@ from typing import Any
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """``[text](../zerocast/cast/plan.py)`` -> ``text (`zerocast/cast/plan.py`)``."""
+    if page.file.src_uri == "index.md":
+        readme = (Path(__file__).parents[1] / "README.md").read_text()
+        markdown = re.sub(
+            r"\]\(([^)]+)\)",
+            lambda link: (
+                f"]({link[1].removeprefix('docs/')})"
+                if link[1].startswith(("docs/", "https:"))
+                else f"](../{link[1]})"
+            ),
+            readme,
+        )
     here = PurePosixPath("docs") / PurePosixPath(page.file.src_uri).parent
 
     def path_for(match: re.Match[str]) -> str:
