@@ -74,8 +74,8 @@ def test_modelopt_quantizes_alike():
 @pytest.mark.parametrize("dialect", ["modelopt/mixed", "modelopt/nvfp4", "modelopt/mxfp8"])
 def test_modelopt_writes_such_configurations(dialect, tmp_path):
     """Both files from what it knows of each layer: equal keys at every level. Values differ in who
-    wrote them, in modules that are left out, which it summarizes or does not list, and in inputs,
-    which it takes for static ones.
+    wrote them, in modules that are left out, which it summarizes or does not list, in inputs, which
+    it takes for static ones, and in the numbers of groups, which go by the order of layers.
     """
     utils = pytest.importorskip("modelopt.torch.export.quant_utils")
     writer = pytest.importorskip("modelopt.torch.export.convert_hf_config")
@@ -104,7 +104,9 @@ def test_modelopt_writes_such_configurations(dialect, tmp_path):
     section = writer.convert_hf_quant_config_format(theirs)
     if dialect == "modelopt/mxfp8":  # it writes none for this algorithm alone
         section["config_groups"] = copy.deepcopy(ours["config_groups"])
-    for groups in (section["config_groups"], ours["config_groups"]):
-        for group in groups.values():
+    for each in (section, ours):
+        for group in each["config_groups"].values():
             group.get("input_activations", {}).pop("dynamic", None)
+        groups = sorted(each["config_groups"].values(), key=lambda group: group["targets"])
+        each["config_groups"] = groups
     assert section == ours
