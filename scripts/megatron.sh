@@ -9,7 +9,7 @@ PYTHON=${PYTHON:-python3.12}
 
 # Not under constraints.txt, whose CUDA packages are not those of a torch that is built for CUDA.
 install_megatron() {
-    python -m pip install --quiet --no-compile torch==2.13.0 megatron-core==0.19.2 megatron-fsdp==0.6.1 triton numpy \
+    python -m pip install --quiet --no-compile torch==2.13.0 megatron-core==0.19.2 megatron-fsdp==0.6.1 triton numpy psutil \
         hypothesis pytest pytest-timeout scikit-build-core cmake ninja &&
         python -m pip install --quiet --no-compile --no-build-isolation --editable .
 }

