@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import zerocast
 from tests.support import vllm_on_cpu
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.export import DIALECTS, load_pretrained, save_pretrained
+from zerocast.export import DIALECTS, MIXED_DIALECTS, load_pretrained, save_pretrained
 from zerocast.export.dialects import EXPERTS, HEADS
 
 pytestmark = [
@@ -39,6 +39,12 @@ MODELS = {
     "gpt-oss": ("GptOss", {"intermediate_size": 128, "num_local_experts": 3, **TWO}),
 }
 MIXTURES = ["qwen3-moe", "mixtral"]
+
+MIXES = [
+    {"*.o_proj": "mxfp8", "*.self_attn.*": "rowwise", "*.mlp.*_proj": "nvfp4", "lm_head": None},
+    {"*.self_attn.*": "nvfp4", "*.mlp.*_proj": "mxfp8", "lm_head": "rowwise"},
+]
+"""Recipes by patterns of names: three formats in one checkpoint."""
 
 OF_OTHERS = ("sglang/", "gpt-oss/", "deepseek/v4", "mlx/")
 READ = [n for n in DIALECTS if not n.startswith(OF_OTHERS) and n != "modelopt/fp8"]
@@ -84,6 +90,7 @@ def assert_read(folder: Path, dialect: str) -> None:
     codes is decoded to ``dequantize()``, of compressed-tensors' NVFP4 to 0.3 % of the largest.
     """
     read = vllm_on_cpu.load(folder)
+    is_mixed = dialect.endswith("/mixed")
 
     def in_model(tensors):
         is_renamed = dialect.startswith("gpt-oss/")
@@ -95,7 +102,10 @@ def assert_read(folder: Path, dialect: str) -> None:
     held = {
         name: value
         for name, value in held.items()
-        if not ("nvfp4" in dialect and name.endswith(("input_scale", "input_global_scale")))
+        if not (
+            ("nvfp4" in dialect or is_mixed)
+            and name.endswith(("input_scale", "input_global_scale"))
+        )
     }
     assert held.keys() == stored.keys()
     for name, value in held.items():
@@ -108,7 +118,8 @@ def assert_read(folder: Path, dialect: str) -> None:
     assert values.keys() == expected.keys()
     for name, weight in expected.items():
         own = weight.dequantize(torch.float32)
-        if dialect == "compressed-tensors/nvfp4":
+        is_nvfp4 = isinstance(weight.recipe, zerocast.NVFP4BlockScaling)
+        if is_nvfp4 and dialect.startswith("compressed-tensors/"):
             assert (values[name] - own).abs().max() <= 3e-3 * own.abs().max(), name
         else:
             assert_same_bytes(values[name].bfloat16(), weight.dequantize(), name)
@@ -178,3 +189,18 @@ def test_vllm_reads_static_scales_of_inputs(tmp_path):
     scales = {name: (i + 1) / 64 for i, name in enumerate(names)}
     save_pretrained(trained, tmp_path, dialect="modelopt/fp8", input_scales=scales)
     assert_read(tmp_path, "modelopt/fp8")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("mix", MIXES, ids=["without-head", "with-head"])
+@pytest.mark.parametrize("dialect", MIXED_DIALECTS)
+def test_vllm_reads_every_byte_of_a_mixed_checkpoint(tmp_path, dialect, mix, kind):
+    """Of experts and of an output layer, too, each in the format of its own recipe."""
+    trained = model(kind)
+    zerocast.nn.convert(trained, mix)
+    report = save_pretrained(trained, tmp_path, dialect=dialect)
+    family = dialect.removesuffix("mixed")
+    assert {family + each for each in ("nvfp4", "fp8-channel", "mxfp8")} <= {
+        *report.formats.values()
+    }
+    assert_read(tmp_path, dialect)
