@@ -66,12 +66,11 @@ MODELS = {"llama": LlamaConfig(**SHAPE), "qwen3-moe": Qwen3MoeConfig(**SHAPE, **
 
 RECIPES = {
     "nvfp4": (zerocast.NVFP4BlockScaling(), "compressed-tensors/nvfp4"),
-    "nvfp4-1x16": (zerocast.NVFP4BlockScaling(disable_2d_quantization=True), ""),
+    "nvfp4-1x16": ("nvfp4-1x16", "compressed-tensors/nvfp4"),
     "mxfp4": (zerocast.MXFP4BlockScaling(scale_rounding="even"), "compressed-tensors/mxfp4"),
     "fp8": (zerocast.Float8CurrentScaling(), "compressed-tensors/fp8-tensor"),
 }
-"""By name how weights are stored, and the dialect of the export. 1x16 is cast and not trained: its
-columnwise copy comes from the transposed tensor, of which ranks of FSDP2 have no shards."""
+"""By name how weights are stored, and the dialect of the export."""
 
 REFERENCE = {"PTC": "start", "QAD": "start", "PTC of BF16": "BF16", "QAT": "BF16"}
 """By method what its loss is compared with: what was cast, or had the same loss and steps."""
@@ -278,7 +277,7 @@ def jobs(arguments: Namespace) -> Iterator[Job]:
     for seed in arguments.seeds:
         yield from (Job(arguments.model, seed, method) for method in ("start", "BF16"))
         for recipe, mode in product(arguments.recipes, arguments.modes):
-            for method in REFERENCE if RECIPES[recipe][1] else ("PTC", "PTC of BF16"):
+            for method in REFERENCE:
                 yield Job(arguments.model, seed, method, recipe, mode)
 
 

@@ -497,6 +497,7 @@ def test_masters_of_fsdp2_make_the_same_files(world_size):
 
     for recipe, dialect, options in (
         (NVFP4, "compressed-tensors/nvfp4", {}),
+        ("nvfp4-4over6-1x16", "modelopt/nvfp4", {}),
         (NVFP4, "compressed-tensors/fp8-block", {"from_masters": True}),
         (zerocast.DelayedScaling(), "deepseek/fp8-ue8m0", {"from_masters": True}),
     ):

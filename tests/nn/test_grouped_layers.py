@@ -152,7 +152,7 @@ def test_which_layers_servers_fuse(names, amax):
 def test_layers_that_cannot_share_an_amax_do_not():
     """One that stays in high precision, or is of another dtype or another width, does not keep a
     model from being converted; the others are grouped where two are left. Schemes without a scale
-    of the tensor, and of transposed tensors, group nothing.
+    of the tensor group nothing.
     """
     model = LlamaLikeAttention(*QKV)
     report = zerocast.nn.convert(model, NVFP4, filter_fqns=["q_proj"])
@@ -163,8 +163,9 @@ def test_layers_that_cannot_share_an_amax_do_not():
     model = LlamaLikeAttention(*QKV)
     model.q_proj = torch.nn.Linear(64, 32, bias=False)
     assert zerocast.nn.convert(model, NVFP4).amax_groups == (("k_proj", "v_proj"),)
-    one_d = zerocast.NVFP4BlockScaling(disable_2d_quantization=True)
-    for recipe in ("mxfp8", "rowwise", one_d):
+    report = zerocast.nn.convert(LlamaLikeAttention(*QKV), "nvfp4-1x16")
+    assert report.amax_groups == (QKV[:3],)
+    for recipe in ("mxfp8", "rowwise"):
         assert zerocast.nn.convert(LlamaLikeAttention(*QKV), recipe).amax_groups == ()
     report = zerocast.nn.convert(LlamaLikeAttention(*QKV), NVFP4, weights="high_precision")
     assert report.amax_groups == ()

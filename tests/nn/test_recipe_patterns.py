@@ -251,16 +251,21 @@ def test_autocast_has_one_recipe():
         )
 
 
-def test_masters_of_linear_layers_need_a_columnwise_copy_that_follows():
-    """Those of stacks, whose modules work with values, have none."""
-    report = convert(model(), {"experts": "nvfp4-1x16", "*": "mxfp8"}, weights="master")
-    assert report.recipes["experts.up"] == NAMED["nvfp4-1x16"]
-    given = {"experts": "mxfp8", "head": "nvfp4-1x16", "*": "mxfp8"}
-    assert message_of(InputError, lambda: convert(model(), given, weights="master")) == (
-        "the weight of a linear layer that is all-gathered in codes needs a recipe whose "
-        "columnwise copy follows from shards of the master, got nvfp4-1x16 for head, which casts "
-        "the transposed tensor; choose 2-D blocks for weights."
+@pytest.mark.parametrize("weights", ["quantized", "master"])
+def test_what_shards_cannot_make_is_left_out(weights):
+    """Blocks of one dimension have a columnwise copy of the transposed tensor, of which ranks have
+    no shards: linear layers go without it, as stacks do under every recipe.
+    """
+    converted = model()
+    convert(
+        converted, {"experts": "nvfp4-1x16", "head": "nvfp4-1x16", "*": "nvfp4"}, weights=weights
     )
+    parts = {"head": converted.head, "wo": converted.attention.wo}
+    if weights == "master":
+        found = {name: each.weight.low_bit_all_gather.columnwise for name, each in parts.items()}
+    else:
+        found = {name: each.weight.quantized_storage.has_columnwise for name, each in parts.items()}
+    assert found == {"head": False, "wo": True}
 
 
 def test_a_tied_weight_has_one_recipe():

@@ -56,7 +56,7 @@ def model_of(weights: str | None, recipe, *, include=("matrices",)) -> torch.nn.
 
 
 @pytest.mark.parametrize("weights", ["quantized", "master"])
-@each("current", "mxfp8", "mxfp4-floor", "nvfp4", "nvfp4-4over6")
+@each("current", "mxfp8", "mxfp4-floor", "nvfp4", "nvfp4-4over6", "nvfp4-1x16")
 def test_a_master_gets_the_gradient_of_the_decoded_weight(recipe, weights, one_rank):
     """To the bit, as if the codes' values were a plain weight: nothing is masked or scaled."""
     expected = gradients(model_of(None, recipe))

@@ -131,7 +131,9 @@ class Unsharded:
     def __init__(self, model: torch.nn.Module, recipe, dtype=torch.bfloat16, groups=None) -> None:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.weights = {
-            name: zerocast.empty(shape, recipe, dtype=dtype, name=name)
+            name: zerocast.empty(
+                shape, recipe, dtype=dtype, columnwise=recipe.columnwise_has_shards, name=name
+            )
             for name, shape in shapes.items()
         }
         self.plan = groups and zerocast.CastPlan(

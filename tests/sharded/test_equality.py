@@ -21,7 +21,7 @@ from tests.sharded.sharded import (
 from tests.support.claims import assert_same_tensors, stored
 from tests.support.models import Bank, SideBySide
 from tests.support.ranks import on_gloo, run_ranks
-from tests.support.recipes import RECIPES, param
+from tests.support.recipes import NOT_SHARDABLE, RECIPES, param
 from tests.support.settings import deterministic
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -47,14 +47,14 @@ def fresh_memory_is_garbage(monkeypatch):
     ("recipe", "world_size"),
     [
         param(name, size, slow=size != 3 and name != "nvfp4")
-        for name in RECIPES
+        for name in (*RECIPES, *NOT_SHARDABLE)
         for size in (1, 2, 3, 4)
     ],
 )
 def test_what_is_gathered_is_the_unsharded_cast(comm, recipe):
     """After each of 4 steps codes, scales, amax, padding and columnwise copies on every rank are
     those of ``quantize(full master)``, in forward and backward: with even, uneven and empty shards,
-    cast in the hooks or ahead of them.
+    cast in the hooks or ahead of them. A copy that is cast from the transposed tensor is not made.
     """
     model = bank(recipe)
     train_and_compare(model, batch(comm), Unsharded(model, recipe), range(4))

@@ -15,22 +15,11 @@ from zerocast.tensors import QuantizedTensor
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
-FLAT = {
-    "*.gate_up_proj": "nvfp4-4over6-1x16",
-    "*.experts.*": "nvfp4-1x16",
-    "*.mlp.*": "block",
-    "*.self_attn.*": None,
-    "lm_head": None,
-}
-"""A stack sends rowwise codes only, so its columnwise copy has no claim on it."""
-
-RECIPES = {**MIXED, "flat": FLAT}
-
 
 def sharded(recipes: str, *, seed: int = 0):
     """The model, gathered block by block; and the report of its conversion."""
     model = mixed_moe(seed=seed)
-    report = zerocast.nn.convert(model, RECIPES[recipes], weights="master", strict=True)
+    report = zerocast.nn.convert(model, MIXED[recipes], weights="master", strict=True)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=BF16)
     return fully_shard(model, mp_policy=BF16), report
@@ -61,7 +50,7 @@ def assert_own_casts(model, report) -> None:
 
 
 @on_gloo()
-@pytest.mark.parametrize("recipes", RECIPES)
+@pytest.mark.parametrize("recipes", MIXED)
 @pytest.mark.parametrize("world_size", [3, *(nightly(size) for size in (1, 2, 4))])
 def test_every_weight_is_gathered_in_the_codes_of_its_own_recipe(comm, recipes):
     """Cast alone and ahead of the gathers, before and after steps."""

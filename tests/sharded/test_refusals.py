@@ -169,18 +169,6 @@ def test_precompute_needs_low_bit_gathers():
     )
 
 
-def test_a_recipe_that_casts_the_transpose_is_refused():
-    """Weights in blocks of one dimension cannot be cast from shards: convert says so."""
-    recipe, model = VARIANTS["nvfp4-1x16"], Bank((48,))
-    convert = zerocast.nn.convert
-    assert message_of(InputError, convert, model, recipe, weights="master") == (
-        "the weight of a linear layer that is all-gathered in codes needs a recipe whose "
-        "columnwise copy follows from shards of the master, got nvfp4-1x16 for layers.0, which "
-        "casts the transposed tensor; choose 2-D blocks for weights."
-    )
-    assert type(model.layers[0]) is torch.nn.Linear
-
-
 def test_a_recipe_that_casts_the_transpose_is_taken_where_nothing_is_cast_ahead():
     """Gathered in high precision, weights are quantized by the forward, from the whole."""
     model = converted(VARIANTS["nvfp4-1x16"], (48,), low_bit_all_gather=False)

@@ -48,9 +48,17 @@ MIXED = {
         "*.mlp.*": "fp8-tensor",
         "lm_head": "fp8-block",
     },
+    "flat": {
+        "*.gate_up_proj": "nvfp4-4over6-1x16",
+        "*.experts.*": "nvfp4-1x16",
+        "*.self_attn.*": "nvfp4-1x16",
+        "*.mlp.*": "nvfp4-4over6-1x16",
+        "lm_head": None,
+    },
 }
 """Recipes by patterns of names, for all linear layers and stacks of :func:`mixed_moe`. Weights that
-servers fuse have scales of rows or blocks under the first; under the second they share an amax.
+servers fuse have scales of rows or blocks under the first; under the others they share an amax. The
+last one's are in blocks of one dimension.
 """
 
 

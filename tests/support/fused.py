@@ -34,7 +34,9 @@ def cast_as_served(
     if not masters:
         return {}
     weights = {
-        name: zerocast.empty(value.shape, recipe, dtype=dtype, name=name)
+        name: zerocast.empty(
+            value.shape, recipe, dtype=dtype, columnwise=recipe.columnwise_has_shards, name=name
+        )
         for name, value in masters.items()
     }
     values = [as_plain(master) for master in masters.values()]

@@ -127,12 +127,11 @@ def convert(
         amax_groups: layers that a server will fuse and whose weights therefore share one tensor
             amax, from this conversion on and in every cast. ``"auto"``: those of models of
             transformers and torchtitan that servers are known to fuse
-            (:mod:`zerocast.cast.amax_groups`), where the recipe has a scale of the tensor and its
-            columnwise copy is not cast from the transposed tensor; of other classes none, and
-            under ``"high_precision"`` none. Or patterns of fully
-            qualified names, ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; ``()`` for no
-            groups. With ``weights="master"`` the layers must be sharded over the same ranks and
-            gathered in one dtype; those of ``"auto"`` that are not share nothing.
+            (:mod:`zerocast.cast.amax_groups`), where the recipe has a scale of the tensor; of other
+            classes none, and under ``"high_precision"`` none. Or patterns of fully qualified names,
+            ``[["*.wq", "*.wk", "*.wv"], ["*.w1", "*.w3"]]``; ``()`` for no groups. With
+            ``weights="master"`` the layers must be sharded over the same ranks and gathered in one
+            dtype; those of ``"auto"`` that are not share nothing.
         low_bit_all_gather: whether FSDP2 gathers codes with ``weights="master"``; with False that
             means the same as ``"high_precision"``.
         strict: whether to raise an error if a linear layer that ``filter_fqns`` does not leave out,
@@ -226,7 +225,8 @@ def _replacement(each: Candidate, old: torch.Tensor, decision: Decision) -> torc
     if decision.weights == "master":
         new = master_parameter(old, recipe, name=name, for_linear=each.is_linear)
     else:
-        new = quantized_parameter(old, recipe, columnwise=each.is_linear, name=name)
+        columnwise = each.is_linear and recipe.columnwise_has_shards
+        new = quantized_parameter(old, recipe, columnwise=columnwise, name=name)
     vars(new).update(vars(old))
     new.grad = old.grad
     return new

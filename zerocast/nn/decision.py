@@ -23,7 +23,6 @@ from zerocast.nn.included import (
     why_not_weight,
 )
 from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
-from zerocast.nn.linear import check_gathered
 from zerocast.recipes import Recipe, short_name
 from zerocast.recipes.recipe_patterns import RecipePatterns, Recipes
 from zerocast.tensors.wrapped_names import named_modules
@@ -149,7 +148,7 @@ def decide(
     patterns.check_all_decide()
     if weights != "high_precision":
         _leave_tied(model, linears, others)
-    recipes = _recipes([*linears, *others], weights)
+    recipes = _recipes([*linears, *others])
     layers = {each.name: each.weight for each in linears if each.why_left is None}
     # The masters of an amax group are known by their layers.
     stacks = {each.weight for each in others if each.why_left is None and weights == "quantized"}
@@ -157,11 +156,11 @@ def decide(
     return Decision(weights, [*linears, *others], labels, is_auto(amax_groups))
 
 
-def _recipes(candidates: Sequence[Candidate], weights: str) -> dict[torch.Tensor, Recipe]:
+def _recipes(candidates: Sequence[Candidate]) -> dict[torch.Tensor, Recipe]:
     """Return the recipe of each weight that is converted.
 
     Raises:
-        InputError: for a weight with two, or one that no master can have.
+        InputError: for a weight with two.
     """
     found: dict[torch.Tensor, Candidate] = {}
     for each in candidates:
@@ -174,8 +173,6 @@ def _recipes(candidates: Sequence[Candidate], weights: str) -> dict[torch.Tensor
                 f"{short_name(present(first.recipe))} for {first.name} and {short_name(recipe)} "
                 f"for {each.name}; let one pattern in recipe fit both."
             )
-        if weights == "master" and each.is_linear:
-            check_gathered(recipe, each.name)
     return {weight: present(each.recipe) for weight, each in found.items()}
 
 

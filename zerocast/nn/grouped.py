@@ -15,7 +15,6 @@ from zerocast.cast import CastPlan
 from zerocast.cast.amax_groups import Groups, amax_group_labels, fused_weights, is_auto
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
-from zerocast.layout import Source
 from zerocast.recipes import Recipe, short_name
 from zerocast.tensors import QuantizedTensor, rebuild_derived
 
@@ -56,8 +55,6 @@ def group_labels(
             own = [each for each in converted.values() if each in weights or each in included]
             recipe = _one_recipe(converted, recipes)
             if recipe is None or not recipe.scales_tensor:
-                continue
-            if recipe.columnwise_source is Source.TRANSPOSED_MASTER:
                 continue
             if len({(each.dtype, each.device) for each in own}) == 1 < len(set(own)):
                 labels += [(each, str(i)) for each in own]

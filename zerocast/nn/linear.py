@@ -15,7 +15,6 @@ from zerocast.arguments import (
     present,
 )
 from zerocast.errors import InputError, UnsupportedError
-from zerocast.layout import Source
 from zerocast.nn.autocast import current_model_init
 from zerocast.nn.layer_product import ProductInputs
 from zerocast.nn.quantized_module import QuantizedModule
@@ -27,7 +26,7 @@ from zerocast.nn.saved_state import (
     state_to_save,
 )
 from zerocast.nn.traced_layer import eager_in_regions
-from zerocast.recipes import Recipe, short_name
+from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather, gather_of
 from zerocast.sharded.amax_group import AmaxGroup
 from zerocast.sharded.master_weight import MasterWeight, as_master_like, as_plain
@@ -70,16 +69,6 @@ def master_parameter(
     """
     gather = LowBitAllGather(weight.shape, recipe, name, for_linear=for_linear)
     return torch.nn.Parameter(MasterWeight(weight.detach(), gather), weight.requires_grad)
-
-
-def check_gathered(recipe: Recipe, name: str) -> None:
-    """Raise :class:`InputError` unless the weight of the linear layer ``name`` can be a master."""
-    if recipe.columnwise_source is Source.TRANSPOSED_MASTER:
-        raise InputError(
-            "the weight of a linear layer that is all-gathered in codes needs a recipe whose "
-            f"columnwise copy follows from shards of the master, got {short_name(recipe)} for "
-            f"{name}, which casts the transposed tensor; choose 2-D blocks for weights."
-        )
 
 
 def quantized_if_asked(

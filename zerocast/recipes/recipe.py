@@ -139,6 +139,13 @@ class Recipe(ABC):
     def columnwise_source(self) -> Source:
         """The source of columnwise codes."""
 
+    @property
+    def columnwise_has_shards(self) -> bool:
+        """Whether ranks with shards of a weight can make its columnwise copy. One that is cast from
+        the transposed tensor needs the whole tensor.
+        """
+        return self.columnwise_source is not Source.TRANSPOSED_MASTER
+
     # --- what a scheme may state ---
 
     def check_shape(self, shape: Sequence[int]) -> None:

@@ -49,8 +49,7 @@ class LowBitAllGather:
         name: the weight's name, for messages and for the random bits of stochastic rounding.
         state: the recipe's state after earlier casts, if there were any.
         for_linear: whether the weight belongs to a :class:`zerocast.nn.Linear`, which multiplies by
-            codes. Any other module gets the dequantized rowwise codes as a plain tensor, and only
-            rowwise codes are cast and gathered.
+            codes. Any other module gets the dequantized rowwise codes as a plain tensor.
         is_copy: whether ``state`` already includes the cast of the master, made elsewhere.
 
     Attributes:
@@ -112,6 +111,13 @@ class LowBitAllGather:
     def __reduce__(self) -> tuple[Any, ...]:
         given = self.shape, self.recipe, self.name, self.state, self.for_linear
         return LowBitAllGather, (*given, self.cast_values.are_loaded)
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether the gathered weight has a columnwise copy. Only products read one, and shards
+        must be enough to make it; without it the products of a layer decode the rowwise codes.
+        """
+        return self.for_linear and self.recipe.columnwise_has_shards
 
     # --- the parameter ---
 
@@ -204,13 +210,13 @@ class LowBitAllGather:
                 f"got {dtype}; give fully_shard a MixedPrecisionPolicy with such a param_dtype."
             )
         if tp_shard is not None:
-            check_tp_boundaries(self.name, tp_shard, self.recipe, columnwise=self.for_linear)
+            check_tp_boundaries(self.name, tp_shard, self.recipe, columnwise=self.columnwise)
         if is_new:
             self.state = {name: t.clone().to(device) for name, t in self.state.items()}
             shape, self.comm = self.shape if tp_shard is None else tp_shard.shape, comm
             self._shards = AllGatherInput(
                 shape, dtype, self.recipe, self.state, comm.size, comm.rank, device,
-                columnwise=self.for_linear, tp_shard=tp_shard,
+                columnwise=self.columnwise, tp_shard=tp_shard,
             )  # fmt: skip
             self.is_sent, self.kept, self.latest = False, None, None
         if self.state and not is_due:
@@ -247,7 +253,7 @@ class LowBitAllGather:
             views = shards.views(outputs)
             buffers = {
                 name: views[name].view(spec.shape) if name in views else spec.allocate(device)
-                for name, spec in self.recipe.buffers(shape, columnwise=self.for_linear).items()
+                for name, spec in self.recipe.buffers(shape, columnwise=self.columnwise).items()
                 if name not in self.recipe.state
             }
             weight = QuantizedTensor(

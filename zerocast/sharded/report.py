@@ -143,7 +143,7 @@ def _low_bit(
     recipe = gather.recipe
     shards = AllGatherInput(
         shape, torch.float32, recipe, {}, world_size, 0, torch.device("meta"),
-        columnwise=gather.for_linear, tp_shard=tp_shard,
+        columnwise=gather.columnwise, tp_shard=tp_shard,
     )  # fmt: skip
     sent = sum(each.numel() for each in shards.flat) * world_size
     form, own = shards.storage.form, shards.storage

@@ -62,7 +62,7 @@ from zerocast.adapters.torchtitan.options import check_combination, recipe_named
 from zerocast.nn import ConversionReport
 from zerocast.nn.autocast_linear import AutocastLinear
 from zerocast.nn.layer_filter import read_filter, why_small
-from zerocast.nn.linear import check_gathered, master_parameter
+from zerocast.nn.linear import master_parameter
 from zerocast.recipes.recipe_patterns import ALL, RecipePatterns
 from zerocast.sharded import precompute_scales_for_fsdp
 
@@ -153,8 +153,7 @@ class LinearConverter(QuantizationConverter):
     """An implementation of torchtitan's protocol ``ModelConfigConverter``.
 
     Raises:
-        InputError: for an unknown ``recipe_name``, one whose weights FSDP2 cannot gather in codes
-            where it is asked to, or an option that would have no effect.
+        InputError: for an unknown ``recipe_name``, or an option that would have no effect.
         UnsupportedError: for a known ``recipe_name`` that is not supported.
 
     Attributes:
@@ -197,9 +196,6 @@ class LinearConverter(QuantizationConverter):
             "weights_only": config.weights_only,
         }
         check_combination(**self._own)
-        for pattern, recipe in self._recipes.items():
-            if recipe is not None and config.enable_fsdp_float8_all_gather:
-                check_gathered(recipe, pattern)
         self.config = config
         self.report: ConversionReport | None = None
         self._parts_of_names, self._filters_small = read_filter(config.filter_fqns)
