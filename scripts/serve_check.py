@@ -40,7 +40,7 @@ BOUND = 0.004
 MUST_RUN = ("bf16", "compressed-tensors/fp8-channel", "compressed-tensors/fp8-channel-vllm")
 """What vLLM executes on any x86 CPU with AVX-512."""
 
-OTHERS = ("sglang/", "gpt-oss/", "deepseek/v4")
+OTHERS = ("sglang/", "gpt-oss/", "mlx/", "deepseek/v4")
 """The dialects of other servers, or of models that are no Llama."""
 
 ONLINE = "fp8_per_channel"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.examples.test_examples import EXAMPLES
 from tests.support.programs import on_torchrun_ranks, output_of, run
@@ -45,6 +46,17 @@ def test_what_was_trained_is_exported_to_the_bit(tmp_path: Path) -> None:
     assert (tmp_path / "qat.png").read_bytes().startswith(b"\x89PNG")
     for method in ("QAD", "QAT"):
         assert (tmp_path / f"llama-0-{method}-nvfp4-weights" / "config.json").exists()
+
+
+def test_quantized_activations_are_exported_with_their_scales(tmp_path: Path) -> None:
+    """Of NVFP4 in blocks of 1x16: servers quantize the inputs of all 14 linear layers, too."""
+    options = (*SHORT, "nvfp4-1x16", "--modes", "activations", "--out", tmp_path)
+    assert "1,837,568 bytes compared" in output_of([sys.executable, QAT, *options])
+    folder = tmp_path / "llama-0-QAT-nvfp4-1x16-activations"
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert section["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+    stored = load_file(folder / "model.safetensors")
+    assert sum(name.endswith(".input_global_scale") for name in stored) == 14
 
 
 def test_a_wrong_value_of_an_export_is_found(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import zerocast
 from tests.support.same_bytes import assert_same_bytes, assert_same_storage
-from zerocast.export import DIALECTS
+from zerocast.export import DIALECTS, W4A4_DIALECTS
 from zerocast.export.dialects import stored_name
 
 SHAPES = ((48, 160), (130, 288), (1, 32), (128, 256))
@@ -82,6 +82,24 @@ def test_compressed_tensors_decodes_what_is_stored(name, shape):
     assert_same_bytes(
         again + 0.0, decoded + 0.0, f"{name} of {list(shape)}, written by the package"
     )
+
+
+def test_inputs_in_nvfp4_are_declared_as_compressed_tensors_does():
+    """Its preset says which minima and maxima it observes, too, and leaves the dtype of zero points
+    open, which symmetric codes lack; other dialects of NVFP4 have no such inputs.
+    """
+    section = W4A4_DIALECTS["compressed-tensors/nvfp4-w4a4"].quantization_config(["lm_head"])
+    config = QuantizationConfig.model_validate(section)
+    (own,) = config.config_groups.values()
+    preset = preset_name_to_scheme("NVFP4", ["Linear"])
+    for part in ("weights", "input_activations"):
+        ours, theirs = (getattr(each, part).model_dump() for each in (own, preset))
+        left = {"observer", "zp_dtype"}
+        assert {k: v for k, v in ours.items() if k not in left} == {
+            k: v for k, v in theirs.items() if k not in left
+        }
+    weights_alone = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    assert weights_alone.input_activations is None
 
 
 def test_inputs_beside_one_scale_a_tensor_have_one_a_tensor():

@@ -30,6 +30,7 @@ from zerocast.errors import InputError
 from zerocast.export import (
     DIALECTS,
     MIXED_DIALECTS,
+    W4A4_DIALECTS,
     Export,
     decode_tensors,
     load_pretrained,
@@ -232,6 +233,27 @@ def test_one_recipe_has_the_section_of_its_own_dialect(family, tmp_path):
     assert {n: form == of_fp8.name for n, form in report.formats.items() if n in is_o_proj} == (
         is_o_proj
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_layers_of_a_mixed_checkpoint_have_inputs_in_nvfp4(family, tmp_path):
+    """By a pair of names and a dialect, with scales of their inputs; by a recipe no weight has."""
+    model, by_recipe = of_three_recipes(llama(LLAMA).bfloat16()), MIXED_DIALECTS[f"{family}/mixed"]
+    own = W4A4_DIALECTS[f"{family}/nvfp4-w4a4"]
+    mixed = dataclasses.replace(by_recipe, by_name=(("*.layers.1.mlp.*", own),))
+    inputs = {f"model.layers.1.mlp.{each}_proj": 1.0 for each in ("gate", "up")}
+    report = save_pretrained(model, tmp_path, dialect=mixed, input_scales=inputs)
+    assert {n.removesuffix(".weight") for n, f in report.formats.items() if f == own.name} == {
+        *inputs
+    }
+    groups = [*section_of(tmp_path)["config_groups"].values()]
+    (group,) = (each for each in groups if {*each["targets"]} == {*inputs})
+    (declared,) = own.section["config_groups"].values()
+    assert group["input_activations"] == declared["input_activations"]
+    for name, weight in load_pretrained(tmp_path).items():
+        if isinstance(weight, zerocast.QuantizedTensor):
+            trained = model.get_parameter(name)
+            assert_same_bytes(weight.dequantize(), trained.detach().dequantize(), name)
 
 
 def test_one_format_is_the_format_of_several_groups():

@@ -18,9 +18,17 @@ from tests.support.ranks import on_gloo
 from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import run_in_process
 from zerocast.errors import InputError
-from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
+from zerocast.export import DIALECTS, W4A4_DIALECTS, Export, load_pretrained, save_pretrained
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR
+from zerocast.export.known_dialects import as_dialect
 from zerocast.refit import Receiver, Refit
+
+STATIC = {
+    "modelopt/fp8": ("input_scale", ()),
+    "modelopt/nvfp4-w4a4": ("input_scale", ()),
+    "compressed-tensors/nvfp4-w4a4": ("input_global_scale", (1,)),
+}
+"""The dialects that have static scales of inputs: their names and shapes."""
 
 
 def pair(**convert) -> torch.nn.ModuleDict:
@@ -137,31 +145,34 @@ def sections_values(section, *path):
         )
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", [*DIALECTS, *W4A4_DIALECTS])
 def test_static_scales_of_inputs_are_declared_where_they_are_stored(name):
-    """By no dialect but modelopt/fp8."""
-    section = DIALECTS[name].section
+    """By no dialects but modelopt/fp8 and those of NVFP4 that have servers quantize inputs."""
+    dialect = as_dialect(name)
+    section = dialect.section
     static = [
         path
         for path, value in sections_values(section)
         if ("input_activations" in path and path[-1] == "dynamic" and value is not True)
         or (path[-1] == "activation_scheme" and value != "dynamic")
     ]
-    assert bool(static) == (DIALECTS[name].input_scale is not None) == (name == "modelopt/fp8")
+    assert bool(static) == (dialect.input_scale is not None) == (name in STATIC)
 
 
+@pytest.mark.parametrize("dialect", STATIC)
 @pytest.mark.parametrize("size", [1, 3])
-def test_scales_of_inputs_are_stored_beside_the_codes(size, tmp_path):
-    """Of a mapping and of a file with more in it, the same on all ranks, as FP32 scalars by the
+def test_scales_of_inputs_are_stored_beside_the_codes(size, dialect, tmp_path):
+    """Of a mapping and of a file with more in it, the same on all ranks, as FP32 numbers by the
     names of the checkpoint; a refit sends them, too.
     """
+    part, shape = STATIC[dialect]
     given = {"model.up": 0.1, "model.lm_head": torch.tensor([3.0], dtype=torch.bfloat16)}
-    stored = {f"{name}.input_scale": torch.tensor(float(v)) for name, v in given.items()}
+    stored = {f"{n}.{part}": torch.tensor(float(v)).reshape(shape) for n, v in given.items()}
     save_file(stored | {"model.up.weight": torch.zeros(3)}, tmp_path / "scales.safetensors")
 
     def run(comm):
         model = pair()
-        options = {"dialect": "modelopt/fp8", **of_masters(model, comm)}
+        options = {"dialect": dialect, **of_masters(model, comm)}
         options["names"] = lambda name: f"model.{name}"
         for number, scales in enumerate((given, tmp_path / "scales.safetensors")):
             save_pretrained(model, tmp_path / str(number), input_scales=scales, **options)
@@ -173,9 +184,9 @@ def test_scales_of_inputs_are_stored_beside_the_codes(size, tmp_path):
         for number in range(2):
             found = load_file(tmp_path / str(number) / "model.safetensors")
             assert found.keys() == received.keys()
-            assert sum(name.endswith("input_scale") for name in found) == 2
+            assert sum(name.endswith(part) for name in found) == 2
             for name, value in stored.items():
-                assert (found[name].dtype, found[name].shape) == (torch.float32, ())
+                assert (found[name].dtype, found[name].shape) == (torch.float32, shape)
                 assert_same_bytes(found[name], value, name)
                 assert_same_bytes(received[name], value, name)
     assert load_pretrained(tmp_path / "0").keys() >= stored.keys()

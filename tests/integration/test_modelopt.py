@@ -71,7 +71,9 @@ def test_modelopt_quantizes_alike():
     torch.testing.assert_close(decoded, whole.dequantize(torch.float32), rtol=2**-22, atol=0)
 
 
-@pytest.mark.parametrize("dialect", ["modelopt/mixed", "modelopt/nvfp4", "modelopt/mxfp8"])
+@pytest.mark.parametrize(
+    "dialect", ["modelopt/mixed", "modelopt/nvfp4", "modelopt/nvfp4-w4a4", "modelopt/mxfp8"]
+)
 def test_modelopt_writes_such_configurations(dialect, tmp_path):
     """Both files from what it knows of each layer: equal keys at every level. Values differ in who
     wrote them, in modules that are left out, which it summarizes or does not list, in inputs, which
@@ -84,15 +86,17 @@ def test_modelopt_writes_such_configurations(dialect, tmp_path):
     others = ["head", "down"] if dialect == "modelopt/mixed" else ["head"]
     zerocast.nn.convert(model.bfloat16(), recipes, filter_fqns=others)
     zerocast.nn.convert(model, "mxfp8", filter_fqns=["head"])
-    zerocast.export.save_pretrained(model, tmp_path, dialect=dialect)
+    inputs = {"up": 1.0, "down": 1.0} if dialect == "modelopt/nvfp4-w4a4" else None
+    zerocast.export.save_pretrained(model, tmp_path, dialect=dialect, input_scales=inputs)
     ours, beside = section_of(tmp_path), json.loads((tmp_path / "hf_quant_config.json").read_text())
 
-    forms = {"modelopt/mxfp8": ["mxfp8"] * 2, "modelopt/nvfp4": ["w4a16_nvfp4"] * 2}
+    forms = {"modelopt/mxfp8": ["mxfp8"] * 2, "modelopt/nvfp4": ["w4a16_nvfp4"] * 2,
+             "modelopt/nvfp4-w4a4": ["nvfp4"] * 2}  # fmt: skip
     of_layers = [*forms.get(dialect, ["w4a16_nvfp4", "mxfp8"]), None]
     given = {}
     for layer, form in zip(("up", "down", "head"), of_layers, strict=True):
         given[f"{layer}.quantization"] = form
-        given[f"{layer}.awq_block_size"] = {"mxfp8": 32, "w4a16_nvfp4": 16}.get(form, 0)
+        given[f"{layer}.awq_block_size"] = {"mxfp8": 32, None: 0}.get(form, 16)
     theirs = {
         "producer": {"name": "modelopt", "version": "0.47.0"},
         "quantization": utils.process_layer_quant_config(given),

@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 import zerocast
 from tests.support import vllm_on_cpu
 from tests.support.same_bytes import assert_same_bytes
-from zerocast.export import DIALECTS, MIXED_DIALECTS, load_pretrained, save_pretrained
+from zerocast.export import (
+    DIALECTS,
+    MIXED_DIALECTS,
+    W4A4_DIALECTS,
+    load_pretrained,
+    save_pretrained,
+)  # fmt: skip
 from zerocast.export.dialects import EXPERTS, HEADS
 
 pytestmark = [
@@ -66,10 +72,15 @@ def is_codes(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, zerocast.QuantizedTensor)
 
 
+def include_of(kind: str) -> list[str]:
+    """Its experts."""
+    return [] if kind in ("llama", "qwen3") else ["model.layers.*.mlp.experts"]
+
+
 def export(folder: Path, kind: str, dialect: str, *, experts: bool = True, head: bool = False):
     """The masters of a model cast anew, with its experts or without, and with its head or not."""
     converted = model(kind)
-    include = ["model.layers.*.mlp.experts"] if experts and kind not in ("llama", "qwen3") else []
+    include = include_of(kind) if experts else []
     kept = [] if head else ["lm_head"]
     if kind == "gpt-oss":
         kept.append("self_attn")
@@ -85,12 +96,13 @@ def _one_rank(tmp_path_factory):
         yield
 
 
-def assert_read(folder: Path, dialect: str) -> None:
+def assert_read(folder: Path, dialect: str) -> torch.nn.Module:
     """Every tensor of the checkpoint is in vLLM's model, byte for byte, and no other; what is in
     codes is decoded to ``dequantize()``, of compressed-tensors' NVFP4 to 0.3 % of the largest.
+    Returns that model, whose layers are of no other use.
     """
     read = vllm_on_cpu.load(folder)
-    is_mixed = dialect.endswith("/mixed")
+    has_inputs = dialect in W4A4_DIALECTS
 
     def in_model(tensors):
         is_renamed = dialect.startswith("gpt-oss/")
@@ -102,10 +114,9 @@ def assert_read(folder: Path, dialect: str) -> None:
     held = {
         name: value
         for name, value in held.items()
-        if not (
-            ("nvfp4" in dialect or is_mixed)
-            and name.endswith(("input_scale", "input_global_scale"))
-        )
+        if has_inputs
+        or not ("nvfp4" in dialect or dialect.endswith("/mixed"))
+        or not name.endswith(("input_scale", "input_global_scale"))
     }
     assert held.keys() == stored.keys()
     for name, value in held.items():
@@ -123,6 +134,7 @@ def assert_read(folder: Path, dialect: str) -> None:
             assert (values[name] - own).abs().max() <= 3e-3 * own.abs().max(), name
         else:
             assert_same_bytes(values[name].bfloat16(), weight.dequantize(), name)
+    return read
 
 
 @pytest.mark.parametrize(
@@ -204,3 +216,23 @@ def test_vllm_reads_every_byte_of_a_mixed_checkpoint(tmp_path, dialect, mix, kin
         *report.formats.values()
     }
     assert_read(tmp_path, dialect)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("dialect", W4A4_DIALECTS)
+def test_vllm_reads_nvfp4_weights_and_scales_of_inputs(tmp_path, dialect, kind):
+    """Of linear layers, which it builds to quantize their inputs, too; and of experts."""
+    trained = model(kind)
+    zerocast.nn.convert(trained, "nvfp4", filter_fqns=["lm_head"], include=include_of(kind))
+    exported = save_pretrained(trained, tmp_path / "weights", dialect="modelopt/nvfp4").formats
+    inputs = {
+        name.rpartition(".")[0]: 1.0 + ("down_proj" in name)
+        for name, form in exported.items()
+        if form == "modelopt/nvfp4"
+    }
+    save_pretrained(trained, tmp_path / "both", dialect=dialect, input_scales=inputs)
+    for layer in assert_read(tmp_path / "both", dialect).modules():
+        if vllm_on_cpu.is_experts(layer):
+            assert not layer.quant_method.use_a16
+        elif vllm_on_cpu.is_quantized(layer):
+            assert hasattr(layer, "input_global_scale_inv")

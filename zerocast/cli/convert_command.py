@@ -15,9 +15,8 @@ from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.cli.stored_checksums import checksums
 from zerocast.comm import Group
 from zerocast.errors import InputError
-from zerocast.export import DIALECTS
 from zerocast.export.checkpoint_conversion import HIGH_PRECISION, CheckpointConversion
-from zerocast.export.known_dialects import MIXED_DIALECTS, as_dialect
+from zerocast.export.known_dialects import KNOWN_DIALECTS, as_dialect
 from zerocast.export.stored_files import read_json
 from zerocast.lab.conformance.stored_values import check_stored
 from zerocast.recipes import short_name
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="a directory of safetensors files")
     add("target", type=Path, metavar="TARGET", help="the directory to make")
-    known = [*HIGH_PRECISION, *DIALECTS, *MIXED_DIALECTS]
+    known = [*HIGH_PRECISION, *KNOWN_DIALECTS]
     add("--to", required=True, metavar="DIALECT", choices=known, help=", ".join(known))
     add("--from", dest="dialect", metavar="DIALECT", help="of SOURCE (that of its config.json)")
     several: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATTERN"}
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--4over6", dest="four_over_six", action="store_true", help="NVFP4 with 4-over-6")
     groups = "weights with one tensor scale: auto, or names such as q_proj,k_proj,v_proj"
     add("--amax-groups", action="append", default=[], metavar="NAMES", help=groups)
-    add("--input-scales", type=Path, metavar="FILE", help="safetensors with X.input_scale")
+    add("--input-scales", type=Path, metavar="FILE", help="safetensors, as --to names them")
     add("--dry-run", action="store_true", help="say what would be done")
     add("--verify", action="store_true", help="read TARGET back and compare")
     add("--checksums", action="store_true", help=f"write the SHA-256 of tensors to {CHECKSUMS}")

@@ -19,7 +19,7 @@ from zerocast.export.checkpoint_conversion import CheckpointConversion
 from zerocast.export.dialects import Dialect
 from zerocast.export.export_report import ExportReport
 from zerocast.export.exported_weights import Export
-from zerocast.export.known_dialects import DIALECTS, MIXED_DIALECTS
+from zerocast.export.known_dialects import DIALECTS, MIXED_DIALECTS, W4A4_DIALECTS
 from zerocast.export.mixed import MixedDialect
 from zerocast.export.pretrained import save_pretrained
 from zerocast.export.pretrained_loading import decode_tensors, load_pretrained
@@ -28,6 +28,7 @@ from zerocast.export.tensor_scale import TensorScale
 __all__ = [
     "DIALECTS",
     "MIXED_DIALECTS",
+    "W4A4_DIALECTS",
     "CheckpointConversion",
     "Dialect",
     "Export",

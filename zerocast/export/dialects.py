@@ -56,8 +56,9 @@ class Dialect:
             modules.
         unquantized_key: the key of that list in the section; empty if it has none.
         reads: the kinds of weights whose codes servers read: LINEAR, EXPERTS, HEADS.
-        input_scale: ``X.<input_scale>`` holds the static scale of the inputs of ``X``, FP32 [],
-            given by the caller; None if servers scale inputs dynamically.
+        input_scale: ``X.<input_scale>`` holds the static scale of the inputs of ``X``, FP32, of the
+            shape of the tensor scale if there is one, else []; the caller gives it. None if servers
+            scale inputs dynamically.
         also_in_config: items of ``config.json`` beside the section.
         fuses_experts: True if a stack [..., M, K] is stored in one tensor, for which matrices that
             a model keeps as [K, M] are transposed; False if each projection of each expert is

@@ -87,8 +87,9 @@ class Export(Uncopied):
             missing names are kept. By default the names of transformers for its models.
         modules: names in the checkpoint of the unquantized modules, for an optimizer or a plan,
             which do not know their modules; needed only for the section.
-        input_scales: for ``modelopt/fp8``, the static input scale of every quantized module by its
-            name in the checkpoint, or a safetensors file with ``X.input_scale``.
+        input_scales: for ``modelopt/fp8`` and the dialects ``nvfp4-w4a4``, the static input scale
+            of every quantized module by its name in the checkpoint, as the dialect stores it; or a
+            safetensors file with :attr:`Dialect.input_scale` of each.
         bucket_bytes: the approximate bytes of codes per bucket.
         group: the ranks that export together; by default those of ``optimizer``, or all.
 

@@ -1,4 +1,4 @@
-"""Static input scales of layers, measured by the caller and stored as scalars beside the codes."""
+"""Static input scales of layers, measured by the caller and stored as numbers beside the codes."""
 
 import math
 import os
@@ -58,6 +58,8 @@ def with_input_scales(
         found.append(entry)
         if entry.recipe is not None and entry.dialect.input_scale is not None:
             scale = _scale(entry.module, scales[entry.module]).to(to_local(entry.tensor).device)
+            if entry.dialect.tensor_scale is not None:
+                scale = scale.reshape(entry.dialect.tensor_scale.shape)
             name = f"{entry.module}.{part}"
             found.append(Entry(name, scale, torch.float32, entry.dialect, exported_as=name))
     return found

@@ -95,6 +95,8 @@ _VLLM_CHANNEL = QParams(scale_formula="quotient", amax_epsilon=1 / 512)
 _VLLM_BLOCK = QParams(scale_formula="inverse first", amax_epsilon=1e-4)
 _E8M0_SCALES = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3_SCALES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+_GROUPS_OF_16 = {"num_bits": 4, "group_size": 16}
+_NVFP4_WEIGHTS = _arguments(4, "tensor_group", group_size=16, **_E4M3_SCALES)
 
 _V4_MXFP4 = _deepseek(
     "v4-mxfp4",
@@ -117,7 +119,7 @@ DIALECTS = {
             tensor_scale=TensorScale("weight_global_scale", inverted=True),
             section=_compressed_tensors(
                 "nvfp4-pack-quantized",
-                weights=_arguments(4, "tensor_group", group_size=16, **_E4M3_SCALES),
+                weights=_NVFP4_WEIGHTS,
             ),
         ),
         Dialect(
@@ -192,7 +194,7 @@ DIALECTS = {
             code_dtype=torch.uint8,
             scale_dtype=torch.float8_e4m3fn,
             tensor_scale=TensorScale("weight_scale_2", inverted=False),
-            section=_modelopt("W4A16_NVFP4", weights={"num_bits": 4, "group_size": 16}),
+            section=_modelopt("W4A16_NVFP4", weights=_GROUPS_OF_16),
         ),
         Dialect(
             name="modelopt/mxfp8",
@@ -263,8 +265,38 @@ DIALECTS = {
 """Every dialect that has one format of weights, or chooses by their names, by its name."""
 
 
+def _w4a4(family: str, part: str, section: Section) -> Dialect:
+    own = DIALECTS[f"{family}/nvfp4"]
+    return replace(own, name=f"{own.name}-w4a4", section=section, input_scale=part)
+
+
+W4A4_DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        _w4a4(
+            "compressed-tensors",
+            "input_global_scale",
+            _compressed_tensors(
+                "nvfp4-pack-quantized",
+                weights=_NVFP4_WEIGHTS,
+                input_activations={**_NVFP4_WEIGHTS, "dynamic": "local"},
+            ),
+        ),
+        _w4a4(
+            "modelopt",
+            "input_scale",
+            _modelopt("NVFP4", **dict.fromkeys(("weights", "input_activations"), _GROUPS_OF_16)),
+        ),
+    )
+}
+"""Every dialect that stores weights as another one does, and whose servers quantize inputs to
+NVFP4, too: in blocks of 1x16 as they come, under a static tensor scale. By its name.
+"""
+
+
 def _mixed(family: str, section: Section) -> MixedDialect:
-    members = tuple(each for name, each in DIALECTS.items() if name.startswith(f"{family}/"))
+    known = [*DIALECTS.values(), *W4A4_DIALECTS.values()]
+    members = tuple(each for each in known if each.name.startswith(f"{family}/"))
     recipe, name = members[0].recipe, f"{family}/mixed"
     return MixedDialect(name=name, recipe=recipe, section=section, members=members)
 
@@ -295,6 +327,10 @@ DIALECTS |= {
 }
 
 
+KNOWN_DIALECTS: dict[str, Dialect] = {**DIALECTS, **W4A4_DIALECTS, **MIXED_DIALECTS}
+"""All of these."""
+
+
 def as_dialect(dialect: Dialect | str) -> Dialect:
     """Return ``dialect``, or the dialect of that name.
 
@@ -303,10 +339,9 @@ def as_dialect(dialect: Dialect | str) -> Dialect:
     """
     if isinstance(dialect, Dialect):
         return dialect
-    known: dict[str, Dialect] = {**DIALECTS, **MIXED_DIALECTS}
-    if not isinstance(dialect, str) or dialect not in known:
+    if not isinstance(dialect, str) or dialect not in KNOWN_DIALECTS:
         raise InputError(
-            f"dialect must be one of {', '.join(known)}, or a zerocast.export.Dialect, got "
-            f"{dialect!r}."
+            f"dialect must be one of {', '.join(KNOWN_DIALECTS)}, or a zerocast.export.Dialect, "
+            f"got {dialect!r}."
         )
-    return known[dialect]
+    return KNOWN_DIALECTS[dialect]

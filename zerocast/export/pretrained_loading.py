@@ -9,7 +9,7 @@ import torch
 
 from zerocast.errors import InputError
 from zerocast.export.dialects import Dialect, stored_name
-from zerocast.export.known_dialects import DIALECTS, MIXED_DIALECTS, as_dialect
+from zerocast.export.known_dialects import KNOWN_DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors
 from zerocast.export.stored_files import UNREADABLE, StoredFiles, read_json
 from zerocast.recipes import NOMINAL_DTYPES
@@ -112,7 +112,7 @@ def dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors
     given = configuration.get("quantization_config")
     found = [
         dialect
-        for dialect in (*DIALECTS.values(), *MIXED_DIALECTS.values())
+        for dialect in KNOWN_DIALECTS.values()
         if isinstance(given, dict) and dialect.has_section(given)
     ]
     named = [
@@ -127,7 +127,7 @@ def dialect_of(configuration: dict[str, Any], folder: Path, stored: NamedTensors
         return (named or found)[0]
     raise InputError(
         f"load_pretrained needs dialect=, because the quantization_config in {folder} matches none "
-        f"of {', '.join([*DIALECTS, *MIXED_DIALECTS])}."
+        f"of {', '.join(KNOWN_DIALECTS)}."
     )
 
 
