@@ -13,6 +13,7 @@ the environment.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +46,9 @@ OTHERS = ("sglang/", "gpt-oss/", "mlx/", "deepseek/v4")
 
 ONLINE = "fp8_per_channel"
 """vLLM's scheme whose bytes are those of `compressed-tensors/fp8-channel-vllm`."""
+
+STARTS = 1000
+"""How often a server is asked whether it has started; other programs may use the machine."""
 
 LIVE = "compressed-tensors/fp8-channel"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -114,7 +118,7 @@ def make_engine(folder: Path, quantization: str | None = None) -> Any:
 
     return LLM(
         str(folder), enforce_eager=True, max_model_len=64, dtype="bfloat16", max_num_seqs=4, seed=0,
-        quantization=quantization,
+        quantization=quantization, block_size=TOKENS.shape[1],
     )  # fmt: skip
 
 
@@ -125,6 +129,12 @@ def answers(llm: Any) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": row} for row in TOKENS.tolist()]
     sampling = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True)
     found = llm.generate(prompts, sampling, use_tqdm=False)
+    # Log probabilities of prompts are computed anew. These prompts begin with those, whose keys and
+    # values are in the cache of prefixes.
+    longer = [{"prompt_token_ids": row + row[:8]} for row in TOKENS.tolist()]
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    continued = llm.generate(longer, sampling, use_tqdm=False)
+    assert {each.num_cached_tokens for each in continued} == {TOKENS.shape[1]}
     [parameters] = llm.apply_model(
         lambda model: Receiver(dict(model.named_parameters())).checksums()
     )
@@ -133,6 +143,10 @@ def answers(llm: Any) -> dict[str, Any]:
         "logprobs": [
             [each.prompt_logprobs[i][row[i]].logprob for i in range(1, len(row))]
             for each, row in zip(found, TOKENS.tolist(), strict=True)
+        ],
+        "continued": [
+            [place[token].logprob for token, place in zip(out.token_ids, out.logprobs, strict=True)]
+            for out in (each.outputs[0] for each in continued)
         ],
         "parameters": parameters,
     }
@@ -202,18 +216,20 @@ def over_http(folder: Path) -> dict[str, Any]:
     where = f"--model {folder} --served-model-name served --host 127.0.0.1 --port {port}"
     server = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *f"{where} {limits}".split()],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
+        for _ in range(STARTS):
             assert server.poll() is None, "the server ended"
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break
             except OSError:
                 time.sleep(1)
+        else:
+            raise TimeoutError(f"the server has not started in {STARTS} tries")
         asks = {
             "model": "served", "prompt": TOKENS.tolist(), "max_tokens": 8, "temperature": 0,
             "ignore_eos": True, "prompt_logprobs": 0, "return_token_ids": True,
@@ -225,7 +241,11 @@ def over_http(folder: Path) -> dict[str, Any]:
             choices = sorted(json.load(answer)["choices"], key=lambda each: each["index"])
     finally:
         server.terminate()
-        server.wait(60)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)  # its engine, too
+            server.wait()
     return {
         "tokens": [each["token_ids"] for each in choices],
         "text": choices[0]["text"],
@@ -311,7 +331,7 @@ class Sent:
 def load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Give the engine new weights, and let it forget what it computed with the old ones."""
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-    llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(), "a request is running"
 
 
 def refitted_engine(folder: Path, trainer: Connection) -> dict[int, dict[str, Any]]:
@@ -346,7 +366,7 @@ def live(directory: Path) -> None:
             rank.kill()
     for version, refitted in said.items():
         fresh = asked(directory / str(version))
-        for part in ("parameters", "tokens", "logprobs"):
+        for part in ("parameters", "tokens", "logprobs", "continued"):
             assert fresh[part] == refitted[part], (
                 f"version {version}: {part} of a new engine differ"
             )
