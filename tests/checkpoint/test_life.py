@@ -126,9 +126,9 @@ class TrainingLife(RuleBasedStateMachine):
         """One bit of one file."""
         self.wait()
         draw = random.Random(seed)
-        path, damaged = draw.choice(self.saved)[0], self.folder / f"damaged{seed}"
+        path, damaged = draw.choice(self.saved)[0], Path(tempfile.mkdtemp(dir=self.folder)) / "copy"
         if path.is_dir():
-            shutil.copytree(path, damaged, dirs_exist_ok=True)
+            shutil.copytree(path, damaged)
             file = draw.choice(sorted(damaged.iterdir()))
         else:
             file = damaged = damaged.with_suffix(path.suffix)
