@@ -193,7 +193,7 @@ def fit(
     products: bool = False, teacher: ByteLlama | None = None,
 ) -> Result:  # fmt: skip
     """Train by AdamW; its losses, its speed, and the loss on held-out text."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=True)  # as by default on GPUs
     draw, losses, began = torch.Generator().manual_seed(0), [], 0.0
     warm, steps, known = place.steps // 6, steps or place.steps, RECIPES.get(recipe)
     for step in range(steps):
