@@ -167,7 +167,7 @@ def prepare_rank_0(
     pieces = iter(flat.split([extent.size for extent in extents if extent]))
     masters = [next(pieces) if extent else None for extent in extents]
     counting = Uploads(backend.launcher)
-    counted = CudaBackend(counting)
+    counted = CudaBackend(counting, on_trial=backend.on_trial)
     place = torch.device(device)
     return prepare(counted, recipe, shapes, extents, masters, place, counting.taken)
 

@@ -60,8 +60,8 @@ class RankSteps:
     """The steps of one rank over a set of weights, and what each must read and write.
 
     Attributes:
-        steps: by name, in order: "memset", "amax", "select", "select and cast", "scale", "cast",
-            "one pass" (amax and cast of whole blocks, in their place) and "transpose", as far as
+        steps: by name, in order: "memset", "amax", "select", "select and cast", "one pass" (amax
+            and cast of whole blocks, in their place), "scale", "cast" and "transpose", as far as
             the recipe and the backend have them.
         read, written: bytes by step.
         tables: bytes by step that were uploaded when it was prepared.
@@ -128,11 +128,11 @@ def prepare(
         makers["select and cast"] = lambda: backend.partial_select(numerics, whole, masters)
     elif recipe.chooses_scales:
         makers["select"] = lambda: backend.partial_select(numerics, shards, masters)
+    elif all_whole:
+        makers["one pass"] = lambda: backend.partial_amax(whole, masters, numerics)
     makers["scale"] = lambda: backend.compute_scale(numerics, shards)
     if "select and cast" not in makers:
         makers["cast"] = lambda: backend.partial_cast(numerics, shards, masters)
-    if all_whole and not recipe.chooses_scales:
-        makers["one pass"] = lambda: backend.partial_amax(whole, masters, numerics)
     if first.derived_names:
         makers["transpose"] = lambda: backend.transpose(numerics, shards)
     steps: dict[str, Work] = {"memset": lambda: amax.zero_()}

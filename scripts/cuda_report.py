@@ -267,11 +267,11 @@ def in_words(result: dict[str, Any]) -> str:
     for kind in ("failed", "skipped"):
         if kind in result:
             return str(result[kind])
-    variants = {name: f"{sum(steps.values()) * 1e3:.3g} ms"
-                for name, steps in result.pop("variants", {}).items()}  # fmt: skip
-    told = {**result, **variants}.items()
+    steps = {name: f"{step['seconds'] * 1e3:.3g} ms ({step['of_copy']:.0%} of a copy)"
+             for name, step in result.pop("steps", {}).items()}  # fmt: skip
+    told = {**result, **steps}.items()
     return ", ".join(f"{name} {value}".replace("_", " ") for name, value in told
-                     if name not in ("seen", "losses", "hash", "text"))  # fmt: skip
+                     if name not in ("seen", "losses", "hash", "copy", "text"))  # fmt: skip
 
 
 def never_tried(folder: Path) -> str:

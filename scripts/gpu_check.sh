@@ -6,7 +6,7 @@
 #   zero         ZeroOptimizer: alone, ranks that share the GPU, a CUDA graph, a checkpoint, an export      400 s
 #   qat          QAT and QAD beside casting after training, at the same size                                300 s
 #   peers        the same work by torch, torch.compile and torchao; and by TransformerEngine's kernels      500 s
-#   kernels      the steps of casts, as they are and by thread blocks that stay; their bytes by hash        120 s
+#   kernels      the steps of casts, and variants that no GPU has run; their bytes by hash                120 s
 #   smoke        a little of every recipe, function and norm has the reference's bytes                      90 s
 #   tests        the tests marked cuda: graphs, threads and streams first, then equality                    300 s
 #   speed        the benchmark's table: llama-like, expert-like and narrow weights, all recipes             270 s

@@ -40,14 +40,23 @@ ALONE = ("nccl 1 nvfp4", "nccl 1 mxfp8", "fused 1 nvfp4", "graph 1 nvfp4", "chec
          "export 1 nvfp4")  # fmt: skip
 ON_RANKS = ("gloo 2 nvfp4", "mpi 2 nvfp4", "gloo 4 fp8", "mpi 4 mxfp8")
 METHODS = {"PTC": 5.0, "QAT": 20.0, "QAD": 25.0, "PTC-of-BF16": 5.0}
-TIMED = ("nvfp4_stochastic", "nvfp4_4over6", "nvfp4", "mxfp8")
+VARIANTS = dict.fromkeys(
+    ("nvfp4_stochastic", "nvfp4_4over6", "nvfp4"), ("present", "staying", "ahead")
+) | {"mxfp8": ("present", "staying", "scales")}
+"""By recipe how its steps run: as they are; by thread blocks that stay; by those that fetch their
+next tile, too; or as one pass that writes scales in place of amaxes.
+"""
 
 ROWS: dict[str, dict[str, float]] = {
     "train": {f"train {row}": 50.0 if "compiled" in row else 25.0 for row in TRAINED},
     "zero": {f"zero {row}": 15.0 for row in ALONE} | {f"zero {row}": 35.0 for row in ON_RANKS},
     "qat": {"qat start": 35.0, "qat BF16": 15.0}
     | {f"qat {way} {recipe}": METHODS[way] for recipe, way in product(("nvfp4", "mxfp4"), METHODS)},
-    "kernels": {f"kernels {row[0]} {row[1]}": 5.0 for row in product(("llama", "narrow"), TIMED)},
+    "kernels": {
+        f"kernels {weights} {recipe} {variant}": 4.0
+        for weights, (recipe, variants) in product(("llama", "narrow"), VARIANTS.items())
+        for variant in variants
+    },
 }
 """By stage its rows, and the seconds that each is expected to take on an H200: guesses, until a
 GPU has run them. Offload, which the queue is to have a stage for, does not exist.

@@ -5,7 +5,7 @@
     zero      ZeroOptimizer, alone and on ranks that share the GPU: its weights' bytes; a step in a
               CUDA graph, a checkpoint, an export
     qat       the methods of examples/qat.py at the size of ``train``, with quantized weights
-    kernels   the steps of a cast as they are, and by thread blocks that stay
+    kernels   the steps of a cast, one variant of its kernels a row
 
 Bytes are compared with ``zerocast.quantize`` of the whole master: of all weights on this device, of
 one layer's on the host, by the reference. A wrong one raises, and the row has failed. A rehearsal
@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +38,7 @@ from pathlib import Path
 import bench_cuda
 import torch
 import torch.distributed as dist
-from bench_frame import prepare, run_all
+from bench_frame import RankSteps, prepare, run_all
 from bench_rows import Result, Rows
 from gpu_model import ByteLlama, load_text
 from gpu_queue import ROWS, limit
@@ -50,6 +50,7 @@ from examples.gpt.check import first_difference, unsharded_cast
 from examples.gpt.data import sample
 from examples.gpt.launch import launched_ranks
 from zerocast.backends import backend_for
+from zerocast.backends.cuda import CudaBackend, Launcher
 from zerocast.comm import Communicator
 from zerocast.export import load_pretrained, save_pretrained
 from zerocast.layout import Extent
@@ -68,8 +69,8 @@ DTYPE = torch.bfloat16
 SIZES = {"layers": 16, "width": 1024, "heads": 16, "context": 1024}
 """Of the model that is trained on a GPU, of 80 GiB or more: 187 M parameters."""
 SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 32}
-STAYING = (4, 8)
-"""Thread blocks for each processor of the GPU, where blocks stay."""
+RESIDENT = {"nvfp4_stochastic": 5, "nvfp4_4over6": 6, "nvfp4": 6, "mxfp8": 5}
+"""By recipe the thread blocks of its casts that a multiprocessor holds."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def fit(
     products: bool = False, teacher: ByteLlama | None = None,
 ) -> Result:  # fmt: skip
     """Train by AdamW; its losses, its speed, and the loss on held-out text."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=True)  # as by default on GPUs
     draw, losses, began = torch.Generator().manual_seed(0), [], 0.0
     warm, steps, known = place.steps // 6, steps or place.steps, RECIPES.get(recipe)
     for step in range(steps):
@@ -389,36 +390,61 @@ def zero(place: Place, what: str, ranks: str, recipe: str) -> Result:
 # --- kernels ---
 
 
-def kernels(place: Place, weights: str, recipe: str) -> Result:
-    """Time the steps of a cast by each variant, and hash what they write."""
+def kernels(place: Place, weights: str, recipe: str, variant: str) -> Result:
+    """Time the steps of a cast by one variant, and compare what they write with what the kernels in
+    use write, or these with the reference, by hash.
+    """
     machine, launcher = place.machine, place.machine.backend.launcher
     processors = torch.cuda.get_device_properties(0).multi_processor_count if place.on_gpu else 1
-    grids = {"as they are": launcher.max_grid, **{f"{n} stay": n * processors for n in STAYING}}
+    if variant == "present":
+        with zerocast.use_backend("reference"):
+            expected = hashed(backend_for(torch.device("cpu")), recipe, "cpu")
+    else:
+        expected = hashed(machine.backend, recipe, machine.device)
+    copy, usual = bench_cuda.probe(machine, 5)["copy"], launcher.max_grid
+    machine.free()
+    backend, scales = CudaBackend(launcher, on_trial=variant == "ahead"), variant == "scales"
     scheme, shapes, found = bench_cuda.RECIPES[recipe], machine.sets[weights], {}
-    hashes, seconds = {}, machine.seconds(5, flushing=True)
+    seconds = machine.seconds(5, flushing=True)
     try:
-        for name, grid in grids.items():
-            work = None  # the memory of the one before
-            machine.free()
-            launcher.max_grid = grid
-            work = bench_cuda.prepare_rank_0(machine.backend, scheme, shapes, 1, machine.device)
-            found[name] = {step: float(f"{seconds(run):.5g}") for step, run in work.steps.items()}
-            hashes[name] = hashed(machine.backend, recipe, machine.device)
+        if variant in ("staying", "ahead"):
+            launcher.max_grid = RESIDENT[recipe] * processors
+        own = hashed(backend, recipe, machine.device, scales=scales)
+        work = bench_cuda.prepare_rank_0(backend, scheme, shapes, 1, machine.device)
+        work = writing_scales(work, launcher) if scales else work
+        for step, run in work.steps.items():
+            took = seconds(run)
+            share = (work.read[step] + work.written[step]) / took / copy
+            found[step] = {"seconds": float(f"{took:.5g}"), "of_copy": round(share, 3)}
     finally:
-        launcher.max_grid = grids["as they are"]
-    with zerocast.use_backend("reference"):
-        hashes["the reference"] = hashed(backend_for(torch.device("cpu")), recipe, "cpu")
-    assert len(set(hashes.values())) == 1, f"WRONG: the bytes have the hashes {hashes}"
-    return {"variants": found, "hash": hashes}
+        launcher.max_grid = usual
+    assert own == expected, f"WRONG: the bytes have the hash {own}, not {expected}; {found}"
+    return {"steps": found, "copy": copy, "bytes": "equal", "hash": own}
 
 
-def hashed(backend: Backend, recipe: str, device: str) -> str:
+def writing_scales(work: RankSteps, launcher: Launcher) -> RankSteps:
+    """One pass that writes scales in place of amaxes, and is all of the cast. It knows of no
+    padding between rows of scales, as columns are a multiple of 128; that below is written here.
+    """
+    whole = []
+    for shard in work.shards:
+        for plane in shard.planes:
+            plane.scale_inv.zero_()
+        planes = tuple(replace(plane, block_amax=plane.scale_inv) for plane in shard.planes)
+        whole.append(replace(shard, planes=planes, whole=shard.extent))
+    numerics = work.storages[0].recipe.numerics
+    launch = CudaBackend(launcher, on_trial=True).partial_amax(whole, work.masters, numerics)
+    written = {"one pass": work.written["one pass"] + work.written["scale"]}
+    return replace(work, steps={"one pass": launch}, written=written)
+
+
+def hashed(backend: Backend, recipe: str, device: str, *, scales: bool = False) -> str:
     """A hash of all that a cast of weights of several widths writes."""
-    shapes, draw = [(160, 256), (48, 64), (128, 1024)], torch.Generator().manual_seed(0)
+    shapes, draw = [(160, 256), (48, 128), (128, 1024)], torch.Generator().manual_seed(0)
     masters = [torch.randn(rows * cols, generator=draw).to(device) for rows, cols in shapes]
     extents, scheme = [Extent(0, len(master)) for master in masters], bench_cuda.RECIPES[recipe]
     work = prepare(backend, scheme, shapes, extents, masters, torch.device(device))
-    run_all(work.cast)
+    run_all((writing_scales(work, backend.launcher) if scales else work).cast)
     digest = hashlib.sha256()
     for storage in work.storages:
         for _, buffer in sorted(storage.buffers.items()):

@@ -2,7 +2,7 @@
 // elements; those of a second plane over blocks of one column in the same pass over the masters.
 //
 // A thread takes integer maxima of magnitudes, and each block's maximum is rounded once.
-#include "cuda/tiles.h"
+#include "cuda/next_tile.h"
 #include "cuda/vec4.h"
 
 using namespace zerocast;
@@ -132,9 +132,10 @@ ZEROCAST_FN RowBlockAmax amax_of(const CastShard& shard, const Tile32x256& tile,
 }
 
 // The vectors of `whole`, each of which is in one block.
-template <class Shape, class T>
+template <class Shape, class T, class Next>
 static ZEROCAST_FN void take_vectors(const CastShard& shard, const Shape& shape, const T* master,
-                                     const ThreadVectors& vectors, u32 whole, const Largest& to) {
+                                     const ThreadVectors& vectors, u32 whole, const Largest& to,
+                                     const Next& next) {
     const Grid& grid = shard.rowwise.grid;
     Tile tile = shape.as_tile(grid);
     auto amax = amax_of(shard, shape, vectors, to);
@@ -142,6 +143,7 @@ static ZEROCAST_FN void take_vectors(const CastShard& shard, const Shape& shape,
         amax.one_block && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
     VectorStream<AMAX_IN_FLIGHT> stream(vectors.step, whole, vectors.count);
     stream.request(master + vectors.element, at_once);
+    next.fetch();
     i32 magnitude[4];
     if (at_once) {
         stream.for_each_at_once(master + vectors.element, [&](u32 i, const Vec4& x, u32 wanted) {
@@ -198,7 +200,7 @@ static ZEROCAST_FN void raise_blocks(const CastShard& shard, const Shape& shape,
     }
 }
 
-template <class Shape>
+template <class Shape, bool AHEAD = false>
 __global__ void __launch_bounds__(THREADS, Shape::ROW_BLOCKS ? 5 : 6)
     partial_amax(const CastShard* __restrict__ shards, const Shape* __restrict__ tiles, i64 count) {
     __shared__ i32 largest[MAX_TILE_BLOCKS + Shape::COLUMNS + 1];
@@ -219,8 +221,9 @@ __global__ void __launch_bounds__(THREADS, Shape::ROW_BLOCKS ? 5 : 6)
         OwnedVectors owned = owned_vectors(vectors, tile, grid, shard.start, shard.end);
         if (!vectors_keep_to_blocks<Shape>(tile, grid)) owned.whole = 0;
         u32 rest = owned.some & ~owned.whole;
+        NextTile<Shape, AHEAD> next{shards, tiles, t + gridDim.x, count};
         with_master(shard, [&](auto* master) {
-            take_vectors(shard, shape, master, vectors, owned.whole, to);
+            take_vectors(shard, shape, master, vectors, owned.whole, to, next);
             if (rest) take_elements(shard, shape, master, vectors, rest, to);
         });
         __syncthreads();

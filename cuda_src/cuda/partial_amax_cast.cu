@@ -97,7 +97,7 @@ struct Place {
     }
 };
 
-template <class Numerics, int SIDE, bool SQUARE>
+template <class Numerics, int SIDE, bool SQUARE, bool SCALES>
 class PatchCast {
   public:
     typedef typename Numerics::Format F;
@@ -319,13 +319,17 @@ class PatchCast {
         of_columns_ = Vec4{{of_columns.x, of_columns.y, of_columns.z, of_columns.w}};
     }
 
-    // Of a block whose elements have this magnitude at most. Its amax is stored where it is `mine`.
+    // Of a block whose elements have this magnitude at most. Where it is `mine`, its amax is
+    // stored, or with SCALES its scale.
     template <class Round>
     ZEROCAST_FN float multiplier_under(const CodePlane& plane, i64 block, i32 largest,
                                        const Round& round, bool mine) {
         largest_ = Scalar::max(largest_, largest);
         i32 amax = round(largest);
-        if (mine) global(plane.block_amax)[block] = amax;
+        constexpr bool BYTES = SCALES && sizeof(typename Numerics::Stored) == 1;
+        i32 kept = SCALES ? numerics_.template stored<Scalar>(amax) : amax;
+        if (mine && BYTES) global((u8*)plane.block_amax)[block] = (u8)kept;
+        if (mine && !BYTES) global(plane.block_amax)[block] = kept;
         return numerics_.template multiplier<Scalar>(amax);
     }
 
@@ -355,7 +359,7 @@ class PatchCast {
     i32 largest_ = 0;   // magnitude so far
 };
 
-template <class Numerics, int SIDE, bool SQUARE>
+template <class Numerics, int SIDE, bool SQUARE, bool SCALES = false>
 __global__ void __launch_bounds__(Patch<SIDE, SQUARE>::WARPS* LANES, Patch<SIDE, SQUARE>::RESIDENT)
     partial_amax_cast(const CastShard* __restrict__ shards, const PatchTile* __restrict__ tiles,
                       i64 count, const __grid_constant__ NumericsTable table) {
@@ -370,7 +374,7 @@ __global__ void __launch_bounds__(Patch<SIDE, SQUARE>::WARPS* LANES, Patch<SIDE,
         if (threadIdx.x < WORDS)
             ((i64*)&shard)[threadIdx.x] = ((const i64*)&shards[tile.weight])[threadIdx.x];
         __syncthreads();
-        PatchCast<Numerics, SIDE, SQUARE> cast(shard, tile, table, exchanged, copies, half);
+        PatchCast<Numerics, SIDE, SQUARE, SCALES> cast(shard, tile, table, exchanged, copies, half);
         bool at_once = false;
         with_master(shard, [&](auto* master) { at_once = cast.takes_vectors(master); });
         if (at_once) {

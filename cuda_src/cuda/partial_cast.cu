@@ -7,6 +7,7 @@
 // plane, quantized independently over blocks of one column, that one is cast in the same pass over
 // the masters. Delayed scaling takes the amax of what it casts in the same pass.
 #include "cuda/cast.h"
+#include "cuda/next_tile.h"
 
 using namespace zerocast;
 
@@ -196,9 +197,10 @@ static ZEROCAST_FN void cast_elements(const CastShard& shard, const Shape& shape
     }
 }
 
-template <class Numerics, class Encoder, class Shape>
+template <class Numerics, class Encoder, class Shape, class Next>
 static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
-                                  const NumericsTable& table, const TileMemory& memory) {
+                                  const NumericsTable& table, const TileMemory& memory,
+                                  const Next& next) {
     typedef typename Numerics::Format F;
     const Grid& grid = shard.rowwise.grid;
     Tile tile = shape.as_tile(grid);
@@ -224,6 +226,7 @@ static ZEROCAST_FN void cast_tile(const CastShard& shard, const Shape& shape,
         at_once = at_once && vectors_aligned(master + tile.element, 4 * sizeof *master, tile, grid);
         stream.request(master + vectors.element, at_once);
     });
+    next.fetch();
     typedef VectorCast<Numerics, Shape, Encoder> Cast;
     int block = shape.block_of(grid, 0, vectors.col < vectors.cols ? vectors.col : 0);
     auto cast_at_once = [&](Cast& cast, float multiplier) {
@@ -270,7 +273,7 @@ static ZEROCAST_FN void raise_amax(const CastShard& shard, i32 largest) {
 }
 
 // The table is no __grid_constant__: stochastic rounding would take more registers, and spill some.
-template <class Numerics, class Encoder, class Shape>
+template <class Numerics, class Encoder, class Shape, bool AHEAD = false>
 __global__ void __launch_bounds__(THREADS, RESIDENT<Numerics, Encoder, Shape>)
     partial_cast(const CastShard* __restrict__ shards, const Shape* __restrict__ tiles, i64 count,
                  NumericsTable table) {
@@ -281,7 +284,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<Numerics, Encoder, Shape>)
         Shape shape = tiles[t];
         const CastShard& shard = shards[shape.weight];
         if (TAKES_AMAX<Numerics> && threadIdx.x == 0) largest = 0;  // before a barrier
-        cast_tile<Numerics, Encoder>(shard, shape, table, memory);
+        NextTile<Shape, AHEAD> next{shards, tiles, t + gridDim.x, count};
+        cast_tile<Numerics, Encoder>(shard, shape, table, memory, next);
         __syncthreads();  // before the next tile derives its multipliers
         if (TAKES_AMAX<Numerics> && threadIdx.x == 0) raise_amax(shard, largest);
     }

@@ -14,6 +14,7 @@
 #include "cuda/async_copy.h"
 #include "cuda/cast.h"
 #include "cuda/four_over_six.h"
+#include "cuda/next_tile.h"
 
 using namespace zerocast;
 
@@ -121,8 +122,8 @@ class TileErrors {
 
     // Where it takes vectors. A warp copies all its rounds of two blocks to shared memory, so that
     // adjacent lanes read adjacent addresses, and each lane takes its rows out of that.
-    template <class Nominal, class T>
-    ZEROCAST_FN void at_once(const T* master) const {
+    template <class Nominal, class T, class Next>
+    ZEROCAST_FN void at_once(const T* master, const Next& next) const {
         int across = threadIdx.x % ACROSS, down = threadIdx.x % 32 / ACROSS;
         i64 cols = shard_.rowwise.grid.cols;
         int col = first_ / A_WARP * A_WARP * CHOICE_SIDE + 4 * across;  // in the tile
@@ -136,6 +137,7 @@ class TileErrors {
                                           row + down < tile_.rows && col + n * STEP < tile_.cols);
             end_copies();
         }
+        next.fetch();
         derive();
         u8* codes_of_row = codes_of(0);
         for_each_block([&](int n) {
@@ -341,7 +343,7 @@ class TileErrors {
     float* errors_ = nullptr;  // of the row in them, where ranks share that
 };
 
-template <bool SQUARED>
+template <bool SQUARED, bool AHEAD = false>
 __global__ void __launch_bounds__(THREADS, 6)
     partial_select(const CastShard* __restrict__ shards, const Tile* __restrict__ tiles, i64 count,
                    const __grid_constant__ NumericsTable table) {
@@ -353,7 +355,8 @@ __global__ void __launch_bounds__(THREADS, 6)
         TileErrors<SQUARED> errors(shard, tile, memory[threadIdx.x / 32], table.scale_max);
         with_rounded_master(shard, [&](auto* master, auto nominal) {
             if (__all_sync(ALL_LANES, errors.takes_vectors(master))) {
-                errors.template at_once<decltype(nominal)>(master);
+                NextTile<Tile, AHEAD> next{shards, tiles, t + gridDim.x, count};
+                errors.template at_once<decltype(nominal)>(master, next);
             } else {
                 errors.anywhere(master);
                 errors.leave_elements(master);

@@ -19,6 +19,7 @@ def test_devices_without_a_backend_are_staged(comm, monkeypatch):
     """A gloo group takes CPU and CUDA tensors as they are; staged ones give the same, in place."""
     assert not comm.stages(torch.device("cpu"))
     assert comm.stages(torch.device("meta"))
+    assert not comm.captures(torch.device("cuda"))  # it takes them, and copies them to the host
     expected = collectives(comm)
     monkeypatch.setattr(TorchDistributedCommunicator, "stages", lambda self, device: True)
     assert_same_tensors(collectives(comm), expected, "staged")
@@ -35,6 +36,7 @@ def test_unequal_parts_are_one_call_under_nccl(comm, monkeypatch):
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setitem(comm._backends, "cpu", "nccl")
+    assert comm.captures(torch.device("cpu"))
     monkeypatch.setattr(dist, "all_gather", all_gather)
     buffer, counts = torch.zeros(10), [1, 4, 2, 3]
     comm.all_gather_(buffer, counts)

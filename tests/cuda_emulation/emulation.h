@@ -371,6 +371,13 @@ static inline void wait_for_copies(int later) {
     current->num_copies = left;
 }
 
+// Nothing is kept, but what is asked for must be there.
+static inline void prefetch(const void* from, size_t bytes) {
+    auto first = (const volatile unsigned char*)from;
+    (void)first[0];
+    (void)first[bytes - 1];
+}
+
 }  // namespace emulation
 
 #define threadIdx (emulation::current->index)

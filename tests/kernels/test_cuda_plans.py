@@ -144,6 +144,18 @@ def test_sanitized(cuda: CudaBackend) -> None:
     check(cuda, case, 2)
 
 
+@needs_emulation
+def test_thread_blocks_that_fetch_their_next_tile() -> None:
+    """Where ranks own parts of tiles, too, the bytes are the unsharded ones."""
+    case = Case(7, 3)
+    case.recipes = [VARIANTS[name] for name in ("nvfp4", "nvfp4-4over6", "current")]
+    case.shapes, case.dtypes = [torch.Size((70, 608))] * 3, DTYPES[:3]
+    case.columnwise, case.own_buffers = [True] * 3, False
+    case.masters = [draw_values("normal", 70 * 608, seed) for seed in range(3)]
+    case.partitions = [[Extent(0, 9001), Extent(9001, 9002), Extent(9002, 70 * 608)]] * 3
+    check(CudaBackend(Emulator("random", max_grid=2), on_trial=True), case, 3)
+
+
 @pytest.mark.parametrize(
     "name", ["nvfp4", "mxfp8", "block", "current", "rowwise", "delayed", "nvfp4-4over6"]
 )

@@ -75,6 +75,23 @@ def test_rounds_of_a_bounded_buffer_give_the_same_gradients(
     assert_same_tensors(found[1], found[0], "in rounds")
 
 
+@on_ranks("in_process", 2)
+def test_flags_come_from_the_host_when_they_change(comm: Communicator) -> None:
+    """Without notes, which no step on a GPU sends: there each copy from the host waits for the
+    device, and a CUDA graph cannot hold it.
+    """
+    params = make_params(NVFP4)
+    set_gradients(params, draw_gradients(params, 0, comm.rank))
+    reducer = GradientReducer(ShardedWeights(comm, collect_weights([{"params": params}])))
+    sent = []
+    for present in (True, True, False):
+        params[4].grad = params[4].grad if present else None
+        reducer.reduce_mean()
+        sent.append(reducer._sent_tail)
+    assert sent[0] is sent[1]
+    assert sent[1] is not sent[2]
+
+
 @on_ranks("in_process", 3)
 def test_a_weight_without_a_gradient_anywhere_is_left_out_of_the_step(comm: Communicator) -> None:
     """As in torch: no weight decay, no momentum, no step count for it; one that only some ranks

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import bench_cuda
 import cuda_report
 import gpu_queue
 import gpu_rows
@@ -136,9 +138,22 @@ def test_killed_at_random_moments_it_goes_on(tmp_path: Path) -> None:
     assert begin("kernels", tmp_path).wait(LONG) == 0
     assert_all_passed(rows, "kernels")
     assert found.items() <= rows.results().items()
-    for result in rows.results().values():
-        assert len(set(result["hash"].values())) == 1
-        assert set(result["variants"]) == {"as they are", "4 stay", "8 stay"}
+    for row, result in rows.results().items():
+        assert result["bytes"] == "equal"
+        steps = result["steps"].values()
+        assert steps, row
+        assert all(step["seconds"] > 0 and step["of_copy"] >= 0 for step in steps), row
+
+
+@needs_emulation
+def test_a_variant_that_writes_other_bytes_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that leaves scales unwritten, say; its row names both hashes."""
+    monkeypatch.setattr(gpu_rows, "writing_scales", lambda work, _: replace(work, steps={}))
+    place = gpu_rows.Place(bench_cuda.emulation(), tmp_path, gpu_rows.SMALL, 4, 6)
+    with pytest.raises(AssertionError, match=r"WRONG: the bytes have the hash \w+, not \w+;"):
+        gpu_rows.kernels(place, "narrow", "mxfp8", "scales")
 
 
 @pytest.mark.nightly

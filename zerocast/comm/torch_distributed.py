@@ -74,6 +74,9 @@ class TorchDistributedCommunicator(ProcessCommunicator):
     def stages(self, device: torch.device) -> bool:
         return device.type not in self._backends
 
+    def captures(self, device: torch.device) -> bool:
+        return self._backends.get(device.type, "gloo") != "gloo"  # which copies to the host
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """torch's group of these ranks."""

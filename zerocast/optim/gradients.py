@@ -72,6 +72,7 @@ class GradientReducer:
         self._rounds = plan_rounds(shards, dtype, self._flag_bytes.stop, buffer_bytes)
         self._under_way: deque[tuple[Round, Wait, bool]] = deque()
         self._kept: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
+        self._tail = self._sent_tail = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reduce_mean(self, notes: Sequence[int] = (0,) * NOTES) -> None:
         """Fill :attr:`reduced` with the mean gradients, and exchange ``notes``. Collective: one
@@ -118,7 +119,11 @@ class GradientReducer:
     def _write_tail(self, notes: Sequence[int], *, leftover: bool = False) -> None:
         numbers = torch.tensor([*notes, leftover], dtype=torch.int64, device="cpu")
         flags = torch.tensor(self._present(), dtype=torch.uint8, device="cpu")
-        self._rounds[-1].tail.copy_(torch.cat((numbers.view(torch.uint8), flags)))
+        own, tail = torch.cat((numbers.view(torch.uint8), flags)), self._rounds[-1].tail
+        # A GPU waits for what is sent from the host, and a CUDA graph cannot hold that.
+        if not torch.equal(own, self._tail):
+            self._tail, self._sent_tail = own, own.to(tail.device)
+        tail.copy_(self._sent_tail)
 
     def _divide(self) -> None:
         if self._shards.comm.size > 1:

@@ -136,21 +136,23 @@ class Progress:
         """
         error = error or self.unfinished_error("a step") or self._shards.moved_weight()
         error = error or unfrozen(self._frozen) or gradients.error()
-        options = option_lines(param_groups)
-        digest = zlib.crc32(f"{options}".encode())
-        place = self._number << 32 | self.steps
         is_cpu = gradients.reduced.device.type == "cpu"
         is_written = self.writes.look(waits=is_cpu)
-        gradients.reduce_mean([error is not None, is_written, place, digest])
         if is_cpu:
+            options = option_lines(param_groups)
+            digest = zlib.crc32(f"{options}".encode())
+            place = self._number << 32 | self.steps
+            gradients.reduce_mean([error is not None, is_written, place, digest])
             failed, written, places, digests, _ = map(list, zip(*gradients.notes(), strict=True))
             if any(failed):
                 raise_together(self._shards.comm, error)
             self._check_equal(places, digests, options)
             if any(written):
                 self.writes.agree()
-        elif error is not None:
-            raise error
+        else:
+            gradients.reduce_mean()  # nobody reads notes there
+            if error is not None:
+                raise error
         self.writes.take()
 
     def _check_equal(

@@ -69,12 +69,16 @@ class CudaBackend(ReferenceBackend):
 
     Args:
         launcher: runs the kernels, and counts them in ``launches``.
+        on_trial: whether casts run variants that no GPU has been measured with: thread blocks fetch
+            their next tile, and the pass that measures and casts whole blocks writes their scales
+            where ``block_amax`` of the operands points, one a block.
     """
 
     name = "cuda"
 
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
+    def __init__(self, launcher: Launcher, *, on_trial: bool = False) -> None:
+        self.launcher, self.on_trial = launcher, on_trial
+        self._variant = ("true",) if on_trial else ()  # the last argument of such templates
         self._tables = Tables(launcher)
 
     # --- operations on shards ---
@@ -93,7 +97,8 @@ class CudaBackend(ReferenceBackend):
         launch = self._cast("partial_amax", (), [], operands, not_whole, masters)
         for blocks, whole in by_blocks(operands).items():
             template, threads = patch_template(blocks)
-            kernel = Kernel("partial_amax_cast", threads, (numerics_class, *template))
+            template = numerics_class, *template, *self._variant
+            kernel = Kernel("partial_amax_cast", threads, template)
             cuts = Cuts.of(((tiling.patch_tiles, s.grid, s.whole),) for s in whole)
             grids = [shard.grid for shard in whole]
             one_pass = self._on_masters(kernel, fields, whole, grids, cuts, masters)
@@ -116,8 +121,10 @@ class CudaBackend(ReferenceBackend):
             _check_choosing(shard.grid)
             _check_whole_bytes(shard.grid.cols)
         is_flat = all(shard.grid.block_h == 1 for shard in shards)  # as one recipe's blocks are
-        name = "partial_select_flat" if is_flat else "partial_select"
-        kernel = Kernel(name, THREADS, _squared(numerics))
+        name, variant = (
+            ("partial_select_flat", ()) if is_flat else ("partial_select", self._variant)
+        )
+        kernel = Kernel(name, THREADS, (*_squared(numerics), *variant))
         cuts = Cuts.of(((tiling.shard_tiles, s.grid, s.extent),) for s in shards)
         return self._on_masters(kernel, fields, shards, [s.grid for s in shards], cuts, masters)
 
@@ -253,7 +260,7 @@ class CudaBackend(ReferenceBackend):
                 shards.append(shard)
                 of_shards.append(kinds.setdefault(kind, len(kinds)))
         shape, grids, weight_cuts = tiled(list(kinds))
-        kernel = Kernel(name, THREADS, (*template, shape))
+        kernel = Kernel(name, THREADS, (*template, shape, *self._variant))
         seen, cuts = (grids[kind] for kind in of_shards), Cuts(tuple(weight_cuts), of_shards)
         return self._on_masters(kernel, fields, shards, seen, cuts, masters)
 
