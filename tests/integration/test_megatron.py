@@ -180,7 +180,7 @@ def test_what_is_not_served_is_refused_by_name():
         "ungathered": r"\(fp8_param_gather=True\), got False",
         "ungathered_4_bits": r"\(fp4_param_gather=True\), got False" if PACKS_4_BITS else below,
         "four_bits": "served" if PACKS_4_BITS else below,
-        "two_sizes": "holds nothing else" if PACKS_4_BITS else below,
+        "two_sizes": "must hold nothing else" if PACKS_4_BITS else below,
         "megatron_fsdp": fsdp,
         "megatron_fsdp_2": fsdp if Version("0.19") <= VERSION else "ModuleNotFoundError",
     }.items():
