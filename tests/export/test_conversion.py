@@ -2,11 +2,13 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tests.support.claims import assert_same_tensors, message_of
 from tests.support.experts import MIXED, mixed_moe, moe
 from tests.support.exports import configuration, contents
 from tests.support.llama import HIDDEN_96, TIED_160, llama
-from zerocast.cli import main
+from zerocast.cli import convert_command, main
 from zerocast.comm import run_in_process
 from zerocast.errors import InputError, NonFiniteError
 from zerocast.export import DIALECTS, checkpoint_conversion, load_pretrained, save_pretrained
@@ -318,6 +320,14 @@ def test_what_stands_in_the_way_is_refused_by_name(saved, tmp_path, monkeypatch)
     assert "No space left on device" in message
     message = message_of(InputError, make("modelopt/mxfp8").run)
     assert "has files of another conversion to target, of other to" in message
+    drafts = tmp_path / ".target.zerocast-convert"
+    whole = (drafts / "conversion.json").read_bytes()
+    (drafts / "conversion.json").write_bytes(whole[:9])  # of a machine that lost its power
+    assert "conversion.json cannot be read" in message_of(InputError, make().run)
+    (drafts / "conversion.json").write_bytes(whole)
+    (tmp_path / ".other.zerocast-convert").symlink_to(drafts)
+    message = message_of(InputError, make(target="other").run)
+    assert ".other.zerocast-convert is a link; remove it" in message
     with checkpoint_conversion._locked(tmp_path / ".target.zerocast-convert" / "lock"):
         assert "another process converts to the target" in message_of(InputError, make().run)
     make().run()
@@ -363,7 +373,14 @@ def test_damaged_directories_are_refused(tmp_path):
     refused("cannot be read", {"weight_map": {"a.weight": "x.safetensors"}})
     refused("lacks b.weight", {"weight_map": {"b.weight": "model.safetensors"}})
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    refused("which is no parameter's name", data=file({"a..weight": entry}, b"abcd"))
+    for odd in ("a..weight", "a.forward.weight", "configuration.weight"):  # of a module itself
+        refused("which is no parameter's name", data=file({odd: entry}, b"abcd"))
+    both = {name: {**entry, "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate("ab")}
+    both = {"x": both["a"], "x.weight": both["b"]}
+    refused("has 'x.weight', which is no parameter's name", data=file(both, b"abcdabcd"))
+    refused("it has no linear layer", data=file({"a": entry}, b"abcd"))
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, math.inf]}
+    refused("cannot be read", data=file({"a": entry}, b"abcd"))
     refused("matches none of", quantization_config={"quant_method": "gptq"})
     (source / "config.json").unlink()
     os.mkfifo(source / "config.json")
@@ -419,6 +436,39 @@ def test_the_command_says_what_it_does(saved, tmp_path, capsys):
     assert abs(said["bytes"]["target"] - planned) < 100 * len(said["formats"])
     assert main(base) == 2
     assert "exists; choose another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--verify", "--dry-run"])
+def test_rank_0_alone_prints(option, saved, tmp_path, capsys, monkeypatch):
+    """The lines of one rank; others print nothing, not even the end of a line."""
+    base = ["convert", str(saved("dense")[1]), str(tmp_path / "t"), "--to", "modelopt/nvfp4"]
+    ranks = threading.local()
+    monkeypatch.setattr(convert_command, "_group", lambda: ranks.comm)
+
+    def convert(comm) -> int:
+        ranks.comm = comm
+        return main([*base, option])
+
+    assert run_in_process(3, convert) == [0, 0, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines].count(str(tmp_path / "t")) == 1
+    assert all(lines)
+
+
+def test_what_a_source_says_of_itself_is_not_said_of_the_target(saved, tmp_path, capsys):
+    """Its checksums are not copied; names are printed with escapes."""
+    source = shutil.copytree(saved("dense")[1], tmp_path / "s")
+    (source / "checksums.sha256").write_text("of other bytes")
+    names = {"a.weight": torch.ones(32, 32), "\x1b[2J.gate.weight": torch.ones(32, 32)}
+    save_file(names, source / "more.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["convert", str(source), str(tmp_path / "t"), "--to", "modelopt/mxfp8"]) == 0
+    said = capsys.readouterr().out
+    assert r"\x1b[2J.gate.weight" in said
+    assert "\x1b" not in said
+    assert not (tmp_path / "t" / "checksums.sha256").exists()
 
 
 def test_verify_finds_a_wrong_byte(saved, tmp_path, capsys, monkeypatch):
