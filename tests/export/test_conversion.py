@@ -27,6 +27,7 @@ from zerocast.errors import InputError, NonFiniteError
 from zerocast.export import DIALECTS, checkpoint_conversion, load_pretrained, save_pretrained
 from zerocast.export.checkpoint_conversion import CheckpointConversion
 from zerocast.export.dialects import EXPERTS, LINEAR
+from zerocast.recipes import short_name
 
 MODELS = {
     "dense": lambda: llama(HIDDEN_96),
@@ -68,10 +69,23 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: held for name, held in contents(folder).items() if "safetensors" in name}
 
 
+def static_scales(source: Path, file: Path, dialect: str, but: str = " ") -> dict[str, Path]:
+    """The option of dialects that want scales of inputs: a file of another tool with one of each
+    layer of ``source``, whose name does not have ``but`` in it, and other tensors.
+    """
+    if not DIALECTS[dialect].input_scale:
+        return {}
+    names = [n.removesuffix(".weight") for n in tensors(source) if n.endswith("_proj.weight")]
+    names = [name for name in names if but not in name]
+    scales = {f"{n}.input_scale": torch.tensor((i + 1) / 64) for i, n in enumerate(names)}
+    save_file({**scales, "layer.output_scale": torch.ones(())}, file)
+    return {"input_scales": file}
+
+
 # --- the same files ---
 
 
-@pytest.mark.parametrize("dialect", [n for n in DIALECTS if n != "modelopt/fp8"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", ["dense", "tied", "experts"])
 def test_files_are_those_of_an_export(name, dialect, saved, tmp_path):
     """Of every dialect; experts by experts, an output layer that is tied, several files."""
@@ -80,7 +94,8 @@ def test_files_are_those_of_an_export(name, dialect, saved, tmp_path):
         message = message_of(InputError, CheckpointConversion, source, tmp_path / "a", dialect)
         assert "no server reads codes of a linear layer from gpt-oss/mxfp4" in message
         return
-    conversion = CheckpointConversion(source, tmp_path / "a", dialect, **SMALL)
+    static = static_scales(source, tmp_path / "scales.safetensors", dialect)
+    conversion = CheckpointConversion(source, tmp_path / "a", dialect, **static, **SMALL)
     sizes = conversion.run()
     assert sizes == {n: len(held) for n, held in contents(tmp_path / "a").items()}
     reads_experts, include = EXPERTS in DIALECTS[dialect].reads, {}
@@ -89,7 +104,7 @@ def test_files_are_those_of_an_export(name, dialect, saved, tmp_path):
         is_even = weight.shape[-1] % max(recipe.block[1], 1) == 0 or recipe.block[0] > 1
         if is_even and (each.endswith("_proj.weight") or (weight.dim() > 2 and reads_experts)):
             include[each] = recipe
-    options = {"include": include, "from_masters": True, "dialect": dialect}
+    options = {"include": include, "from_masters": True, "dialect": dialect, **static}
     save_pretrained(model, tmp_path / "b", **options, **SMALL)
     if name == "experts" and not reads_experts:  # a stack in high precision is in one file
         assert_same_tensors(tensors(tmp_path / "a"), tensors(tmp_path / "b"), dialect)
@@ -126,6 +141,29 @@ def test_mixed_recipes_are_those_of_an_export(tmp_path):
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
+@pytest.mark.parametrize("dialect", [n for n, d in DIALECTS.items() if d.input_scale])
+def test_input_scales_of_a_file_are_stored(dialect, saved, tmp_path, capsys):
+    """By the command, beside the codes of their layers: of a dialect that wants them, and of those
+    layers of a mixed checkpoint that have it; a layer without one is named.
+    """
+    source, file = saved("dense")[1], tmp_path / "scales.safetensors"
+    given = ["convert", str(source), str(tmp_path / "t"), "--input-scales", str(file), "--to"]
+    family = dialect.partition("/")[0]
+    own = short_name(DIALECTS[dialect].recipe)
+    mixed = [f"{family}/mixed", "--recipe", "*.mlp.*=mxfp8", "--recipe", f"*={own}"]
+    for options, but in (([dialect], " "), (mixed, ".mlp.")):
+        static_scales(source, file, dialect, but)
+        assert main([*given, *options, "--verify"]) == 0
+        held = load_file(file)
+        assert held.pop("layer.output_scale") == 1
+        found = {n: t for n, t in tensors(tmp_path / "t").items() if n.endswith("input_scale")}
+        assert_same_tensors(found, held, str(options))
+        shutil.rmtree(tmp_path / "t")
+    static_scales(source, file, dialect, "layers.1.mlp.up_proj")
+    assert main([*given, dialect]) == 2
+    assert "wrong are model.layers.1.mlp.up_proj" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_files_are_the_same_on_any_number_of_ranks(ranks, saved, tmp_path):
     """Each rank writes every n-th file, and none waits for another's tensors."""
@@ -149,11 +187,7 @@ def test_files_are_the_same_on_any_number_of_ranks(ranks, saved, tmp_path):
 def test_codes_are_decoded_first(dialect, saved, tmp_path):
     """To high precision, and from there to another format: a cast of the decoded values."""
     _, source = saved("dense")
-    scales = tmp_path / "scales.safetensors"
-    names = [n for n, p in load_pretrained(source, dialect="deepseek/fp8").items() if p.dim() == 2]
-    names = [n.removesuffix(".weight") for n in names if ".layers." in n]
-    save_file({f"{name}.input_scale": torch.ones(()) for name in names}, scales)
-    static = {"input_scales": scales} if dialect == "modelopt/fp8" else {}
+    static = static_scales(source, tmp_path / "scales.safetensors", dialect)
     CheckpointConversion(source, tmp_path / "codes", dialect, **static).run()
     found = load_pretrained(tmp_path / "codes", dialect=dialect)
     expected = {
@@ -216,7 +250,8 @@ def test_patterns_choose_the_layers(saved, tmp_path):
         ({"recipe": {"*.nothing": "nvfp4", "*": "nvfp4"}}, "which fits none"),
         ({"to": "compressed-tensors/mixed"}, "give patterns of names with recipes"),
         ({"amax_groups": [["*.q_proj"], ["*.k_proj"]]}, "each would have a separate one"),
-        ({"to": "modelopt/fp8"}, "give input_scales="),
+        *(({"to": n}, "give input_scales=") for n, d in DIALECTS.items() if d.input_scale),
+        ({"input_scales": {"a": 1.0}}, "leave input_scales out"),
         ({"dialect": "compressed-tensors/nvfp4", "include": ["model.embed_tokens"]}, "fits none"),
     ],
 )
