@@ -269,7 +269,7 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
     scale = torch.where(scale == 0, of_zeros, scale)
     stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
     stored = torch.where(stored == 0, of_0, stored)
-    most = by.clamp(min=FLT_MAX)  # infinite where that is
+    most = math.inf if by > FLT_MAX else FLT_MAX
     both = stored * (0.0 if without_0 and by == 0 else 1 / by)
     reciprocal = divide(1, both).clamp(max=most)
     scaled = x * by_elements(torch.where((both == 0) & without_0, 0.0, reciprocal), grid)
