@@ -3,8 +3,11 @@
 import copy
 import dataclasses
 import math
+import os
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,12 @@ ODD = (
 JSON = tuple(value for value in ODD if isinstance(value, None | bool | int | float | str | list))
 JSON += ({}, {"$tensor": "x"}, {"$tuple": [1]}, {"$dict": [[[], 1]]})
 """Those that JSON can say."""
+
+ODD_NAMES = (
+    "weight", "a..weight", "a.weight.weight", "forward.weight", "files.weight", "a.forward",
+    "training.weight", "coded.weight", "lm_head.weight", "x" * 300, "../x.weight", "\n",
+)  # fmt: skip
+"""Names of tensors that a module has, too, or that are no names of parameters."""
 
 _DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
@@ -170,6 +179,29 @@ def changed_bytes(data: bytes, draw: random.Random) -> bytes:
                 end = at + draw.choice((1, 8, 40))
                 made[at:at] = made[at:end] * draw.choice((1, 1, 300))
     return bytes(made)
+
+
+def odd_file(file: Path, others: Sequence[Path], draw: random.Random) -> None:
+    """Put in the place of a file another one, a link, a pipe, a directory or nothing."""
+    size = file.stat().st_size
+    file.unlink()
+    match draw.randrange(9):
+        case 0:
+            file.symlink_to(draw.choice(("/dev/zero", file, file.parent, "/proc/self/mem")))
+        case 1:
+            file.symlink_to(draw.choice(others))
+        case 2:
+            os.mkfifo(file)
+        case 3:
+            file.mkdir()
+        case 4 | 5:
+            shutil.copyfile(draw.choice([each for each in others if each != file]), file)
+        case 6:
+            file.write_bytes(b"")
+        case 7:
+            file.touch()  # of zeros, which take no memory until they are read whole
+            largest = 2**40 if file.suffix == ".safetensors" else 2**20
+            os.truncate(file, draw.choice((size, largest)))
 
 
 def times(draw: random.Random) -> range:

@@ -8,6 +8,7 @@ writes there, so drafts are opened without checking for links.
 """
 
 import json
+import operator
 import os
 import secrets
 import shutil
@@ -85,8 +86,8 @@ def read_tensor_table(file: IO[bytes]) -> list[StoredBytes]:
     header.pop("__metadata__", None)
     table = list[StoredBytes]()
     for name, each in header.items():
-        start, end = map(int, each["data_offsets"])
-        shape = tuple(map(int, each["shape"]))
+        start, end = map(operator.index, each["data_offsets"])  # int() takes texts and infinities
+        shape = tuple(map(operator.index, each["shape"]))
         table.append(StoredBytes(name, str(each["dtype"]), shape, begin + start, begin + end))
     table.sort(key=lambda each: (each.start, each.end))
     # Tensors that shared bytes could take longer to read than the file has bytes.

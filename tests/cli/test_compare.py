@@ -142,6 +142,28 @@ def test_the_numbers_are_right(tmp_path, capsys):
     assert (found["f.weight"]["a"], found["f.weight"]["b"]) == ("sglang/mxfp8", "float32")
 
 
+def test_experts_in_other_layouts_are_named(tmp_path, capsys):
+    """Once for each module, which is not compared: one tensor of all experts in one checkpoint, one
+    of each in the other. Others are compared, and one that is missing among others is named.
+    """
+    norm, stack = {"norm.weight": torch.ones(5)}, weight(2, 64, 32)
+    one = {"a.experts.gate_up_proj": stack, "b.experts.gate_up_proj": stack}
+    each = {f"a.experts.{e}.{p}_proj.weight": stack[e] for e in range(2) for p in ("gate", "up")}
+    lacking = {f"c.experts.{e}.up_proj.weight": stack[e] for e in range(2)}
+    same = {**norm, "b.experts.gate_up_proj": stack, "c.experts.1.up_proj.weight": stack[1]}
+    a = saved(tmp_path / "a", {**norm, **one, **lacking})
+    b = saved(tmp_path / "b", {**same, **each})
+    for pair in ((a, b), (b, a)):
+        found = compared(capsys, *pair)
+        assert found.keys() == {"a.experts", "c.experts.0.up_proj.weight"}
+        cause = "not compared: experts in other layouts"
+        layouts = [found["a.experts"][key] for key in "ab"]
+        assert layouts == ["in one tensor", "each apart"][:: 1 if pair == (a, b) else -1]
+        assert found["a.experts"]["cause"] == cause
+    main(["compare", str(a), str(b)])
+    assert "2 of 5 weights differ" in capsys.readouterr().out
+
+
 # --- causes ---
 
 NVFP4, MXFP4 = DIALECTS["modelopt/nvfp4"].recipe, DIALECTS["gpt-oss/mxfp4"].recipe

@@ -2,11 +2,13 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,12 +21,13 @@ from tests.support.claims import assert_same_tensors, message_of
 from tests.support.experts import MIXED, mixed_moe, moe
 from tests.support.exports import configuration, contents
 from tests.support.llama import HIDDEN_96, TIED_160, llama
-from zerocast.cli import main
+from zerocast.cli import convert_command, main
 from zerocast.comm import run_in_process
 from zerocast.errors import InputError, NonFiniteError
 from zerocast.export import DIALECTS, checkpoint_conversion, load_pretrained, save_pretrained
 from zerocast.export.checkpoint_conversion import CheckpointConversion
 from zerocast.export.dialects import EXPERTS, LINEAR
+from zerocast.recipes import short_name
 
 MODELS = {
     "dense": lambda: llama(HIDDEN_96),
@@ -66,10 +69,23 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: held for name, held in contents(folder).items() if "safetensors" in name}
 
 
+def static_scales(source: Path, file: Path, dialect: str, but: str = " ") -> dict[str, Path]:
+    """The option of dialects that want scales of inputs: a file of another tool with one of each
+    layer of ``source``, whose name does not have ``but`` in it, and other tensors.
+    """
+    if not DIALECTS[dialect].input_scale:
+        return {}
+    names = [n.removesuffix(".weight") for n in tensors(source) if n.endswith("_proj.weight")]
+    names = [name for name in names if but not in name]
+    scales = {f"{n}.input_scale": torch.tensor((i + 1) / 64) for i, n in enumerate(names)}
+    save_file({**scales, "layer.output_scale": torch.ones(())}, file)
+    return {"input_scales": file}
+
+
 # --- the same files ---
 
 
-@pytest.mark.parametrize("dialect", [n for n in DIALECTS if n != "modelopt/fp8"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", ["dense", "tied", "experts"])
 def test_files_are_those_of_an_export(name, dialect, saved, tmp_path):
     """Of every dialect; experts by experts, an output layer that is tied, several files."""
@@ -78,7 +94,8 @@ def test_files_are_those_of_an_export(name, dialect, saved, tmp_path):
         message = message_of(InputError, CheckpointConversion, source, tmp_path / "a", dialect)
         assert "no server reads codes of a linear layer from gpt-oss/mxfp4" in message
         return
-    conversion = CheckpointConversion(source, tmp_path / "a", dialect, **SMALL)
+    static = static_scales(source, tmp_path / "scales.safetensors", dialect)
+    conversion = CheckpointConversion(source, tmp_path / "a", dialect, **static, **SMALL)
     sizes = conversion.run()
     assert sizes == {n: len(held) for n, held in contents(tmp_path / "a").items()}
     reads_experts, include = EXPERTS in DIALECTS[dialect].reads, {}
@@ -87,7 +104,7 @@ def test_files_are_those_of_an_export(name, dialect, saved, tmp_path):
         is_even = weight.shape[-1] % max(recipe.block[1], 1) == 0 or recipe.block[0] > 1
         if is_even and (each.endswith("_proj.weight") or (weight.dim() > 2 and reads_experts)):
             include[each] = recipe
-    options = {"include": include, "from_masters": True, "dialect": dialect}
+    options = {"include": include, "from_masters": True, "dialect": dialect, **static}
     save_pretrained(model, tmp_path / "b", **options, **SMALL)
     if name == "experts" and not reads_experts:  # a stack in high precision is in one file
         assert_same_tensors(tensors(tmp_path / "a"), tensors(tmp_path / "b"), dialect)
@@ -124,6 +141,29 @@ def test_mixed_recipes_are_those_of_an_export(tmp_path):
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
+@pytest.mark.parametrize("dialect", [n for n, d in DIALECTS.items() if d.input_scale])
+def test_input_scales_of_a_file_are_stored(dialect, saved, tmp_path, capsys):
+    """By the command, beside the codes of their layers: of a dialect that wants them, and of those
+    layers of a mixed checkpoint that have it; a layer without one is named.
+    """
+    source, file = saved("dense")[1], tmp_path / "scales.safetensors"
+    given = ["convert", str(source), str(tmp_path / "t"), "--input-scales", str(file), "--to"]
+    family = dialect.partition("/")[0]
+    own = short_name(DIALECTS[dialect].recipe)
+    mixed = [f"{family}/mixed", "--recipe", "*.mlp.*=mxfp8", "--recipe", f"*={own}"]
+    for options, but in (([dialect], " "), (mixed, ".mlp.")):
+        static_scales(source, file, dialect, but)
+        assert main([*given, *options, "--verify"]) == 0
+        held = load_file(file)
+        assert held.pop("layer.output_scale") == 1
+        found = {n: t for n, t in tensors(tmp_path / "t").items() if n.endswith("input_scale")}
+        assert_same_tensors(found, held, str(options))
+        shutil.rmtree(tmp_path / "t")
+    static_scales(source, file, dialect, "layers.1.mlp.up_proj")
+    assert main([*given, dialect]) == 2
+    assert "wrong are model.layers.1.mlp.up_proj" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_files_are_the_same_on_any_number_of_ranks(ranks, saved, tmp_path):
     """Each rank writes every n-th file, and none waits for another's tensors."""
@@ -147,11 +187,7 @@ def test_files_are_the_same_on_any_number_of_ranks(ranks, saved, tmp_path):
 def test_codes_are_decoded_first(dialect, saved, tmp_path):
     """To high precision, and from there to another format: a cast of the decoded values."""
     _, source = saved("dense")
-    scales = tmp_path / "scales.safetensors"
-    names = [n for n, p in load_pretrained(source, dialect="deepseek/fp8").items() if p.dim() == 2]
-    names = [n.removesuffix(".weight") for n in names if ".layers." in n]
-    save_file({f"{name}.input_scale": torch.ones(()) for name in names}, scales)
-    static = {"input_scales": scales} if dialect == "modelopt/fp8" else {}
+    static = static_scales(source, tmp_path / "scales.safetensors", dialect)
     CheckpointConversion(source, tmp_path / "codes", dialect, **static).run()
     found = load_pretrained(tmp_path / "codes", dialect=dialect)
     expected = {
@@ -214,7 +250,8 @@ def test_patterns_choose_the_layers(saved, tmp_path):
         ({"recipe": {"*.nothing": "nvfp4", "*": "nvfp4"}}, "which fits none"),
         ({"to": "compressed-tensors/mixed"}, "give patterns of names with recipes"),
         ({"amax_groups": [["*.q_proj"], ["*.k_proj"]]}, "each would have a separate one"),
-        ({"to": "modelopt/fp8"}, "give input_scales="),
+        *(({"to": n}, "give input_scales=") for n, d in DIALECTS.items() if d.input_scale),
+        ({"input_scales": {"a": 1.0}}, "leave input_scales out"),
         ({"dialect": "compressed-tensors/nvfp4", "include": ["model.embed_tokens"]}, "fits none"),
     ],
 )
@@ -318,6 +355,14 @@ def test_what_stands_in_the_way_is_refused_by_name(saved, tmp_path, monkeypatch)
     assert "No space left on device" in message
     message = message_of(InputError, make("modelopt/mxfp8").run)
     assert "has files of another conversion to target, of other to" in message
+    drafts = tmp_path / ".target.zerocast-convert"
+    whole = (drafts / "conversion.json").read_bytes()
+    (drafts / "conversion.json").write_bytes(whole[:9])  # of a machine that lost its power
+    assert "conversion.json cannot be read" in message_of(InputError, make().run)
+    (drafts / "conversion.json").write_bytes(whole)
+    (tmp_path / ".other.zerocast-convert").symlink_to(drafts)
+    message = message_of(InputError, make(target="other").run)
+    assert ".other.zerocast-convert is a link; remove it" in message
     with checkpoint_conversion._locked(tmp_path / ".target.zerocast-convert" / "lock"):
         assert "another process converts to the target" in message_of(InputError, make().run)
     make().run()
@@ -363,7 +408,14 @@ def test_damaged_directories_are_refused(tmp_path):
     refused("cannot be read", {"weight_map": {"a.weight": "x.safetensors"}})
     refused("lacks b.weight", {"weight_map": {"b.weight": "model.safetensors"}})
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    refused("which is no parameter's name", data=file({"a..weight": entry}, b"abcd"))
+    for odd in ("a..weight", "a.forward.weight", "configuration.weight"):  # of a module itself
+        refused("which is no parameter's name", data=file({odd: entry}, b"abcd"))
+    both = {name: {**entry, "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate("ab")}
+    both = {"x": both["a"], "x.weight": both["b"]}
+    refused("has 'x.weight', which is no parameter's name", data=file(both, b"abcdabcd"))
+    refused("it has no linear layer", data=file({"a": entry}, b"abcd"))
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, math.inf]}
+    refused("cannot be read", data=file({"a": entry}, b"abcd"))
     refused("matches none of", quantization_config={"quant_method": "gptq"})
     (source / "config.json").unlink()
     os.mkfifo(source / "config.json")
@@ -419,6 +471,39 @@ def test_the_command_says_what_it_does(saved, tmp_path, capsys):
     assert abs(said["bytes"]["target"] - planned) < 100 * len(said["formats"])
     assert main(base) == 2
     assert "exists; choose another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--verify", "--dry-run"])
+def test_rank_0_alone_prints(option, saved, tmp_path, capsys, monkeypatch):
+    """The lines of one rank; others print nothing, not even the end of a line."""
+    base = ["convert", str(saved("dense")[1]), str(tmp_path / "t"), "--to", "modelopt/nvfp4"]
+    ranks = threading.local()
+    monkeypatch.setattr(convert_command, "_group", lambda: ranks.comm)
+
+    def convert(comm) -> int:
+        ranks.comm = comm
+        return main([*base, option])
+
+    assert run_in_process(3, convert) == [0, 0, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines].count(str(tmp_path / "t")) == 1
+    assert all(lines)
+
+
+def test_what_a_source_says_of_itself_is_not_said_of_the_target(saved, tmp_path, capsys):
+    """Its checksums are not copied; names are printed with escapes."""
+    source = shutil.copytree(saved("dense")[1], tmp_path / "s")
+    (source / "checksums.sha256").write_text("of other bytes")
+    names = {"a.weight": torch.ones(32, 32), "\x1b[2J.gate.weight": torch.ones(32, 32)}
+    save_file(names, source / "more.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["convert", str(source), str(tmp_path / "t"), "--to", "modelopt/mxfp8"]) == 0
+    said = capsys.readouterr().out
+    assert r"\x1b[2J.gate.weight" in said
+    assert "\x1b" not in said
+    assert not (tmp_path / "t" / "checksums.sha256").exists()
 
 
 def test_verify_finds_a_wrong_byte(saved, tmp_path, capsys, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,13 @@ from tests.support.models import Attention, Bank
 from tests.support.ranks import run_ranks, shared_folder
 from tests.support.same_bytes import assert_same_bytes
 from tests.support.serving import LINEAR_ALONE
-from zerocast.export import DIALECTS, Export, load_pretrained, save_pretrained
+from zerocast.export import (
+    DIALECTS,
+    CheckpointConversion,
+    Export,
+    load_pretrained,
+    save_pretrained,
+)
 from zerocast.optim import ZeroOptimizer
 
 NVFP4, BLOCKS = zerocast.NVFP4BlockScaling(), zerocast.Float8BlockScaling()
@@ -261,6 +268,49 @@ def test_transformers_loads_and_evaluates_a_gpt_oss_that_is_saved(tmp_path):
                 assert_same_bytes(loaded[name].dequantize(), whole.dequantize(), name)
                 parameter.copy_(whole.dequantize().mT)
     assert_transformers_evaluates(tmp_path, ours, Mxfp4Config(dequantize=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dialect"),
+    [
+        ("llama", "compressed-tensors/nvfp4"),
+        ("llama", "compressed-tensors/mxfp8"),
+        pytest.param("llama", "deepseek/fp8", marks=pytest.mark.integration),  # by accelerate
+        ("mixtral", "compressed-tensors/fp8-channel"),
+        ("qwen-moe", "compressed-tensors/fp8-tensor"),
+        ("gpt-oss", "gpt-oss/mxfp4"),
+    ],
+)
+@overrides
+def test_transformers_loads_and_evaluates_what_is_converted(tmp_path, kind, dialect):
+    """From files to files, without a model: the parameters and logits are those of a checkpoint
+    that holds what ``dequantize()`` gives.
+    """
+    import transformers
+
+    options = {"bucket_bytes": 20_000}
+    if dialect == "deepseek/fp8":
+        pytest.importorskip("accelerate")
+        options["exclude"] = ["*.mlp.*"]  # it reads no blocks that are cut off
+    source, target, plain = (tmp_path / name for name in ("source", "target", "plain"))
+    widths = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = llama({**widths, "tie_word_embeddings": True}) if kind == "llama" else moe(kind)
+    rounded(model).save_pretrained(source)
+    CheckpointConversion(source, target, dialect, **options).run()
+    decoded, codes = load_pretrained(target), 0
+    for name, value in decoded.items():
+        if isinstance(value, zerocast.QuantizedTensor):
+            whole = value.dequantize(torch.bfloat16)
+            decoded[name] = whole.mT.contiguous() if kind == "gpt-oss" else whole
+            codes += 1
+    assert codes >= 4
+    plain.mkdir()
+    save_file(decoded, plain / "model.safetensors", {"format": "pt"})
+    shutil.copy(source / "config.json", plain)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    kinds = {"deepseek": "FineGrainedFP8Config", "gpt-oss": "Mxfp4Config"}
+    read = kinds.get(dialect.partition("/")[0], "CompressedTensorsConfig")
+    assert_transformers_evaluates(target, ours, getattr(transformers, read)(dequantize=True))
 
 
 def test_weights_of_an_optimizer_or_a_plan_are_exported_without_a_model():

@@ -16,6 +16,7 @@ from zerocast.export import (
     DIALECTS,
     MIXED_DIALECTS,
     W4A4_DIALECTS,
+    CheckpointConversion,
     load_pretrained,
     save_pretrained,
 )  # fmt: skip
@@ -150,6 +151,26 @@ def test_vllm_reads_every_byte(tmp_path, dialect, kind):
     """Of all linear layers but the head, and of the experts that servers read."""
     export(tmp_path, kind, dialect)
     assert_read(tmp_path, dialect)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "kind"),
+    [
+        *((dialect, "llama") for dialect in READ),
+        ("modelopt/nvfp4", "qwen3"),
+        ("compressed-tensors/nvfp4", "qwen3-moe"),
+        ("compressed-tensors/fp8-channel", "mixtral"),
+        ("deepseek/fp8", "mixtral"),
+        ("gpt-oss/mxfp4", "gpt-oss"),
+    ],
+)
+def test_vllm_reads_what_is_converted(tmp_path, dialect, kind):
+    """From files that transformers writes, without a model: layers by their names alone, those that
+    servers fuse in one group.
+    """
+    model(kind).save_pretrained(tmp_path / "source")
+    CheckpointConversion(tmp_path / "source", tmp_path / "target", dialect).run()
+    assert_read(tmp_path / "target", dialect)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

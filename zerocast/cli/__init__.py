@@ -86,5 +86,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = printable(str(error)) or "there is not enough memory for that."
         sys.stderr.write(f"{parser.prog}: {problem}\n")
         return 2
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(text and text + "\n")  # of several ranks, one says something
     return int(code)

@@ -8,7 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zerocast.cli.checkpoint_files import sources
-from zerocast.cli.differences import WeightDifference, difference
+from zerocast.cli.differences import (
+    WeightDifference,
+    difference,
+    experts_in_other_layouts,
+    experts_of,
+)
 from zerocast.cli.inspection import STYLE
 from zerocast.cli.output import add_output
 from zerocast.cli.stored_weights import StoredWeights
@@ -40,7 +45,11 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     a, b = StoredWeights(given.a), StoredWeights(given.b)
     source = None if given.source is None else StoredWeights(given.source)
     names = [*a.by_name, *(name for name in b.by_name if name not in a.by_name)]
+    apart = experts_in_other_layouts(a, b)
+    left = {each.name for each in apart}
+    names = [name for name in names if experts_of(name)[0] not in left]
     found = [each for name in names if (each := difference(name, a, b, source)) is not None]
+    found, names = found + apart, names + sorted(left)
     title = f"A = {printable(str(given.a))}, B = {printable(str(given.b))}"
     summary = f"{len(found)} of {len(names)} weights differ: {title}"
     if given.draft is not None:

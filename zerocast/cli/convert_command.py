@@ -21,6 +21,7 @@ from zerocast.export.stored_files import read_json
 from zerocast.lab.conformance.stored_values import check_stored
 from zerocast.recipes import short_name
 from zerocast.recipes.recipe_patterns import ALL, Recipes
+from zerocast.safe_files import printable
 from zerocast.sharded.report import grouped_names
 
 CHECKSUMS = "checksums.sha256"
@@ -72,7 +73,7 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     )
     found = _described(conversion)
     if given.dry_run:
-        return _output(given, found), 0
+        return "" if conversion.comm.rank else _output(given, found), 0
     with _Bar("convert", conversion.value_bytes, conversion.comm.rank) as progress:
         sizes = conversion.run(progress)
     found["files"], found["seconds"] = sizes, round(time.monotonic() - started, 1)
@@ -145,14 +146,14 @@ def _output(given: argparse.Namespace, found: dict[str, Any]) -> str:
     lines = [f"{found['target']}: {_shown(target)} of tensors, from {_shown(values)} of values"]
     lines += [f"  {count} tensors as {form}" for form, count in found["formats"].items()]
     for reason, names in found["left"].items():
-        lines.append(f"  left, {reason}: {', '.join(names)}")
+        lines.append(f"  left, {reason}: {printable(', '.join(names))}")
     if "seconds" in found:
         rate = values / max(found["seconds"], 0.1)
         lines.append(f"written in {found['seconds']} s, {_shown(rate)} of values a second")
     if "different" in found:
         wrong = found["different"]
         lines.append("read back: equal" if not wrong else f"read back: {len(wrong)} differ: ")
-        lines += [f"  {name}" for name in wrong[:20]]
+        lines += [f"  {printable(name)}" for name in wrong[:20]]
     if given.to not in HIGH_PRECISION and "seconds" in found:
         lines.append("No calibration data was used; see docs/convert.md for what that costs.")
     return "\n".join(lines)

@@ -98,6 +98,27 @@ def difference(
     return WeightDifference(name, *stored, codes, scales, largest, relative, cause)
 
 
+def experts_of(name: str) -> tuple[str, bool]:
+    """Return the module of the experts that have a weight, empty if none do, and whether it is of
+    one of them alone.
+    """
+    module, point, last = name.rpartition(".experts.")
+    return (module + point).rstrip("."), last[:1].isdigit()
+
+
+def experts_in_other_layouts(a: StoredWeights, b: StoredWeights) -> list[WeightDifference]:
+    """Return a difference for each module of experts that one checkpoint has in one tensor, and the
+    other apart: they are not compared.
+    """
+    held, other = (dict.fromkeys(map(experts_of, each.by_name)) for each in (a, b))
+    texts, cause = ("in one tensor", "each apart"), "not compared: experts in other layouts"
+    return [
+        WeightDifference(module, texts[is_one], texts[not is_one], None, None, None, None, cause)
+        for module, is_one in held
+        if module and (module, not is_one) in other
+    ]
+
+
 def _decoded(checkpoint: StoredWeights, name: str) -> torch.Tensor:
     dialects, tensors = checkpoint.by_name[name].dialects, checkpoint.tensors(name)
     if not dialects:

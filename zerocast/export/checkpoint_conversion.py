@@ -42,6 +42,7 @@ from zerocast.export.folder import (
 from zerocast.export.input_scales import InputScales
 from zerocast.export.known_dialects import DIALECTS, as_dialect
 from zerocast.export.stages import NamedTensors, in_buckets
+from zerocast.export.stored_files import read_json
 from zerocast.export.stored_model import StoredModel
 from zerocast.export.stored_names import stored_order
 from zerocast.recipes.recipe_patterns import ALL, Recipes
@@ -178,7 +179,7 @@ class CheckpointConversion:
             with attempt, _named_disk(self.target):
                 self._write_own(files, progress)
             raise_together(self.comm, attempt.error)
-            with attempt:
+            with attempt, _named_disk(self.target):
                 if self.comm.rank == 0:
                     sizes = self._finish(files)
             raise_together(self.comm, attempt.error)
@@ -190,6 +191,8 @@ class CheckpointConversion:
         attempt, lock = Attempt(), None
         with attempt:
             if self.comm.rank == 0:
+                if self._drafts.is_symlink():
+                    raise InputError(f"{self._drafts} is a link; remove it.")
                 (self._drafts / "files").mkdir(parents=True, exist_ok=True)
                 lock = _locked(self._drafts / "lock")
                 self._check_drafts()
@@ -203,15 +206,13 @@ class CheckpointConversion:
                 lock.close()
 
     def _check_drafts(self) -> None:
-        """Check that the files of an earlier run are of this conversion. The first run writes down
-        what they are of.
-        """
+        """Check that files of earlier runs are of this conversion, which the first notes down."""
         note, own = self._drafts / "conversion.json", self._fingerprint()
         if not note.exists():
             write_json(own, self._drafts / "conversion.part")
             (self._drafts / "conversion.part").rename(note)
             return
-        held = json.loads(note.read_text())
+        held = read_json(note)
         wrong = [key for key in own if held.get(key) != own[key]]
         if wrong:
             raise InputError(

@@ -67,7 +67,7 @@ class ChosenWeights:
                 except InputError as reason:
                     self.left[name] = str(reason)
         unknown = [each for each in (*include, *exclude) if each not in self._fitting]
-        if unknown:
+        if unknown and (self.left or self.recipes):
             raise InputError(
                 f"each pattern of layers to include or exclude must fit the name of one, got "
                 f"{unknown[0]!r}, which fits none of {', '.join([*self.left, *self.recipes][:4])}."

@@ -182,28 +182,11 @@ class Dialect:
         """Return whether ``parts``, by :attr:`names`, have the dtypes and shapes of one weight of
         this dialect; they may be on the meta device.
         """
-        codes = parts.get(self.codes)
-        if codes is None or codes.dtype != self.code_dtype or set(parts) != set(self.names):
-            return False
-        if self.code_block is not None and codes.dim() > 2:
-            codes = codes.flatten(-2)
-        if codes.dim() < 2 or (codes.dim() > 2 and not self.fuses_experts):
-            return False
-        columns = codes.shape[-1] * (8 * codes.itemsize // self.recipe.numerics.fmt.bits)
-        shape = torch.Size((*codes.shape[:-1], columns))
-        if max(shape) >= 2**31:
-            return False
-        meta = torch.device("meta")
         try:
-            like = QuantizedStorage.empty(
-                shape, torch.bfloat16, self.recipe, meta, columnwise=False
-            )
-        except InputError:  # the recipe refuses the shape
+            self.shape_of(parts)
+        except InputError:
             return False
-        return all(
-            (parts[name].shape, parts[name].dtype) == (each.shape, each.dtype)
-            for name, each in self.encode(like).items()
-        )
+        return parts.keys() == set(self.names)
 
     def encode(self, storage: QuantizedStorage) -> dict[str, torch.Tensor]:
         """Return the tensors, by :attr:`names`, that store a weight that this dialect

@@ -25,9 +25,9 @@ MODEL_FILES = (
 
 OTHER_WEIGHTS = (
     ".*", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack",
-    "*.onnx", "*.onnx_data",
+    "*.onnx", "*.onnx_data", "*.sha256",
 )  # fmt: skip
-"""Files of weights in other formats, and hidden files; these are not copied."""
+"""Files of weights in other formats, checksums, and hidden files; these are not copied."""
 
 NOT_COPIED = (*MODEL_FILES, *OTHER_WEIGHTS, "generation_config.json")
 """Files of a tokenizer's directory that are not copied: the weights and configuration of its model.

@@ -73,14 +73,19 @@ class StoredModel(StoredModule):
         """Return the module of the parameter ``name``, made if needed, as are those above it."""
         module: torch.nn.Module = self
         *above, last = name.split(".")
+        error = InputError(f"{self.files.folder} has {name!r}, which is no parameter's name.")
         if "" in (*above, last):
-            raise InputError(f"{self.files.folder} has {name!r}, which is no parameter's name.")
+            raise error
         for path, each in zip(itertools.accumulate(above, "{}.{}".format), above, strict=True):
             if each not in module._modules:
+                if hasattr(module, each):  # a method of modules, or a parameter
+                    raise error
                 weight = found.get(f"{path}.weight")
                 is_layer = weight is not None and weight.dim() == 2
                 module._modules[each] = _made(each) if is_layer else StoredModule()
             module = present(module._modules[each])
+        if last in module._modules:
+            raise error
         return module
 
     def _decoded(self, name: str, dialect: Dialect, dtype: torch.dtype) -> StoredParameter:

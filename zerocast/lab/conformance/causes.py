@@ -244,6 +244,7 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
     in_bf16 = does("it computes 2688 / amax in BF16")
     six_in_bf16 = does("it rounds amax / 6 to BF16 on the way to a block scale")
     by_1 = does("its tensor scale is 1 where it would be infinite")
+    without_0 = does("its reciprocal of 0 is 0, and of the smallest amaxes infinite")
 
     amax, kind = block_amaxes(x, grid), dialect.tensor_scale
     inverted = kind is not None and kind.inverted
@@ -252,9 +253,10 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
         whole = torch.where(whole.isfinite(), 2688.0, whole)
     least = whole.clamp(min=TINY) if by_1 else whole
     by = 2688 * (_bf16(1 / least) if in_bf16 else 1 / least) if product else divide(2688, least)
-    infinite = math.inf if does("it lets 2688 / amax become infinite") else FLT_MAX
-    of_amax_0 = 0.0 if does("its tensor scale of zeros is 0") else 1.0
-    by = torch.where(by > FLT_MAX, 1.0 if by_1 else of_amax_0 if whole == 0 else infinite, by)
+    is_infinite = does("it lets 2688 / amax become infinite") or without_0
+    of_amax_0 = 0.0 if does("its tensor scale of zeros is 0") or without_0 else 1.0
+    infinite = of_amax_0 if whole == 0 else math.inf if is_infinite else FLT_MAX
+    by = torch.where(by > FLT_MAX, 1.0 if by_1 else infinite, by)
     by = _bf16(by) if in_bf16 else by
     tensor_scale, scale = whole / 2688, amax * (by * amax.new_tensor(1 / 6))
     if six_first:
@@ -267,7 +269,10 @@ def _nvfp4(x: torch.Tensor, grid: BlockGrid, dialect: Dialect, does: FormulaChan
     scale = torch.where(scale == 0, of_zeros, scale)
     stored = scale.clamp(floor, E4M3.max).to(torch.float8_e4m3fn).float()
     stored = torch.where(stored == 0, of_0, stored)
-    scaled = x * by_elements(divide(1, stored * (1 / by)).clamp(max=FLT_MAX), grid)
+    most = math.inf if by > FLT_MAX else FLT_MAX
+    both = stored * (0.0 if without_0 and by == 0 else 1 / by)
+    reciprocal = divide(1, both).clamp(max=most)
+    scaled = x * by_elements(torch.where((both == 0) & without_0, 0.0, reciprocal), grid)
     if divides:
         scaled = x / by_elements(stored / by if inverted else stored * tensor_scale, grid)
     if inverse_of_both:
@@ -293,7 +298,9 @@ def _float4_codes(
         codes = torch.where(scaled == 0, zero, codes) if does(change) else codes
     if does("it writes -0 for what would round beyond 6"):
         codes = torch.where(scaled.abs() >= 7, 8, codes)
-    codes = torch.where(scaled.isnan(), 11, codes) if does("its NaN is -1.5") else codes
+    if does("its NaN is -1.5"):  # it rounds by a sum of products with 0, NaN of infinities
+        codes = torch.where(scaled.isfinite(), codes, 11)
+    codes = torch.where(scaled.isnan(), 0, codes) if does("its NaN is 0") else codes
     if does("it writes 0 for what rounds to -0"):
         codes = torch.where(codes == 8, 0, codes)
     if does(BITS_OF_NAN):

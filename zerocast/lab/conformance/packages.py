@@ -18,7 +18,6 @@ import torch
 
 from zerocast import InputError, QuantizedTensor, empty, quantize
 from zerocast.export import DIALECTS, Dialect
-from zerocast.export.tensor_scale import TensorScale
 from zerocast.lab.conformance.case_packs import blocks_of
 from zerocast.lab.conformance.causes import block_amaxes
 from zerocast.lab.threaded_cast import cast_on_threads
@@ -316,9 +315,9 @@ def _fouroversix() -> Package:
     def write(kind: str, x: torch.Tensor) -> Stored:
         rule = {"scale_rule": ScaleRule.static_6, "use_blackwell_scale_layout": False}
         codes, scales, amax = quantize_to_fp4(x, fp4_format=DataType(kind), **rule)
-        # It keeps the amax, which the dialect has as a scale.
-        scale = () if kind == "mxfp4" else (TensorScale("", inverted=True).of(amax, 448),)
-        return codes, scales.reshape(len(x), -1), *scale
+        # It keeps the amax, which the dialect has as a scale; it computes by 2688 / amax.
+        scale = torch.where(amax == 0, 1.0, amax.new_tensor(2688) / amax)
+        return codes, scales.reshape(len(x), -1), *(() if kind == "mxfp4" else (scale,))
 
     kinds = {"compressed-tensors/nvfp4": "nvfp4", "gpt-oss/mxfp4": "mxfp4"}
     return Package(name="fouroversix", writes=_each(write, kinds))
