@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import shown_bytes
 from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.cli.stored_checksums import checksums
 from zerocast.comm import Group
@@ -143,13 +144,15 @@ def _output(given: argparse.Namespace, found: dict[str, Any]) -> str:
     if given.json:
         return json.dumps(found, indent=1)
     values, target = found["bytes"]["values"], found["bytes"]["target"]
-    lines = [f"{found['target']}: {_shown(target)} of tensors, from {_shown(values)} of values"]
+    lines = [
+        f"{found['target']}: {shown_bytes(target)} of tensors, from {shown_bytes(values)} of values"
+    ]
     lines += [f"  {count} tensors as {form}" for form, count in found["formats"].items()]
     for reason, names in found["left"].items():
         lines.append(f"  left, {reason}: {printable(', '.join(names))}")
     if "seconds" in found:
         rate = values / max(found["seconds"], 0.1)
-        lines.append(f"written in {found['seconds']} s, {_shown(rate)} of values a second")
+        lines.append(f"written in {found['seconds']} s, {shown_bytes(rate)} of values a second")
     if "different" in found:
         wrong = found["different"]
         lines.append("read back: equal" if not wrong else f"read back: {len(wrong)} differ: ")
@@ -157,11 +160,6 @@ def _output(given: argparse.Namespace, found: dict[str, Any]) -> str:
     if given.to not in HIGH_PRECISION and "seconds" in found:
         lines.append("No calibration data was used; see docs/convert.md for what that costs.")
     return "\n".join(lines)
-
-
-def _shown(count: float) -> str:
-    """Return a number of bytes in units that people read."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 class _Bar:
