@@ -40,6 +40,14 @@ def save(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> An
     return state
 
 
+def decode_first(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a load decode all weights before it begins, and fill the decoded copies. Otherwise it
+    would write values into the codes of one weight after the other.
+    """
+    theirs(self, *args, **kwargs)
+    self.stream_ckpt_dequant = False
+
+
 def load(theirs: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
     """Load masters, and cast them with the saved recipe state.
 

@@ -1,5 +1,6 @@
 """The functions of Megatron-Core that are replaced, each with its replacement."""
 
+import inspect
 from contextlib import suppress
 from importlib import import_module
 
@@ -33,6 +34,7 @@ def uninstall() -> None:
 def _find() -> list[Replacement]:
     from megatron.core import fp4_utils as fp4
     from megatron.core import fp8_utils as fp8
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -61,6 +63,12 @@ def _find() -> list[Replacement]:
             (fp4, "quantize_nvfp4_param_shard", _CAST, hooks.cast),
             (buffer, "_compute_nvfp4_packed_layout", layout, hooks.halve_layout),
         ]
+    parameters = inspect.signature(TorchDistLoadShardedStrategy.__init__).parameters
+    if "stream_ckpt_dequant" in parameters:  # from 0.19 on
+        known = "self, cache_metadata, stream_ckpt_dequant"
+        found.append(
+            (TorchDistLoadShardedStrategy, "__init__", known, dist_checkpoints.decode_first)
+        )
     return found
 
 
