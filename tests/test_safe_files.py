@@ -175,7 +175,7 @@ def test_a_directory_of_pieces_is_read(tmp_path: Path) -> None:
     """Those of the edits below, before they are edited."""
     (found,) = told([directory(tmp_path / "dcp")])
     assert found.code == 0
-    assert found.out.splitlines()[2].split() == ["w", "4x4", "float32", "64", "1", "0.00", "%"]
+    assert found.out.splitlines()[2].split() == ["w", "4x4", "float32", "64", "B", "1", "0.00", "%"]
     assert "1 entries are not tensors: n." in found.out
 
 

@@ -13,6 +13,7 @@ from tests.support.exports import contents
 from tests.support.llama import TIED_160, llama
 from tests.support.models import Bank
 from tests.support.ranks import run_ranks
+from zerocast.arguments import shown_bytes
 from zerocast.export import load_pretrained, save_pretrained
 
 DIALECT = "compressed-tensors/nvfp4"
@@ -296,7 +297,7 @@ def test_the_report_says_what_was_written(tmp_path, caplog):
     }
     text = str(report)
     assert [record.message for record in caplog.records] == [text]
-    assert f"{len(report.files)} files, {sum(report.files.values()):,} bytes" in text
+    assert f"{len(report.files)} files, {shown_bytes(sum(report.files.values()))}" in text
     assert "model.layers.*.self_attn.q_proj.weight (2)" in text
     assert "model.embed_tokens.weight" in text
     assert "down_proj" in text.partition("torch.bfloat16")[2]
