@@ -201,5 +201,5 @@ def test_a_rehearsal_killed_at_every_second(tmp_path: Path) -> None:
     rehearse(tmp_path, *stages).wait()
     ended = sum(len(rows.results()) + len(rows.failures())
                 for rows in (bench_rows.Rows(tmp_path / name) for name in names))  # fmt: skip
-    own = 1 + 8 + 2 + 4 + 4  # compile, kernels, smoke, speed, peers
+    own = 1 + 24 + 2 + 4 + 4  # compile, kernels, smoke, speed, peers
     assert ended == own + len(stages)
