@@ -9,19 +9,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 
+def home() -> str:
+    """README.md, with its links as from docs/."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    inside = readme.replace("](docs/", "](./")
+    return re.sub(r"\]\((?!https:|\./)", "](../", inside)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """``[text](../zerocast/cast/plan.py)`` -> ``text (`zerocast/cast/plan.py`)``."""
     if page.file.src_uri == "index.md":
-        readme = (Path(__file__).parents[1] / "README.md").read_text()
-        markdown = re.sub(
-            r"\]\(([^)]+)\)",
-            lambda link: (
-                f"]({link[1].removeprefix('docs/')})"
-                if link[1].startswith(("docs/", "https:"))
-                else f"](../{link[1]})"
-            ),
-            readme,
-        )
+        markdown = home()
     here = PurePosixPath("docs") / PurePosixPath(page.file.src_uri).parent
 
     def path_for(match: re.Match[str]) -> str:
