@@ -1,4 +1,4 @@
-// The update of AdamW, element by element (docs/NUMERICS.md, "AdamW").
+// The update of AdamW, element by element (docs/numerics.md, "AdamW").
 //
 // Where torch's vectorized kernel fuses a product and a sum, so does this, by fma; nothing else is
 // contracted.

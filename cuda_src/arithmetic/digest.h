@@ -3,7 +3,7 @@
 //     digest = sum over halfwords h of halfword[h] * key(h)   mod 2^64
 //
 // Halfwords are 16 bits, little-endian and signed, counted from the first byte of the whole tensor.
-// docs/NUMERICS.md says what it is good for.
+// docs/numerics.md says what it is good for.
 #pragma once
 
 #include "arithmetic/lanes.h"

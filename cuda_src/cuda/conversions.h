@@ -1,6 +1,6 @@
 // Conversions by other means than the shared text of formats.h: the instructions of a device, and
 // codes of E2M1 by three lines. Each gives the bits of the text that it stands for;
-// docs/NUMERICS.md lists them. A kernel compiled with ZEROCAST_PORTABLE_CONVERSIONS has none.
+// docs/numerics.md lists them. A kernel compiled with ZEROCAST_PORTABLE_CONVERSIONS has none.
 //
 // A compiler that is no CUDA compiler sees the portable forms, and the lines.
 #pragma once

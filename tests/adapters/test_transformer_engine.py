@@ -1,4 +1,4 @@
-"""The claims of docs/TRANSFORMER_ENGINE.md that are not the subject of tests elsewhere."""
+"""The claims of docs/transformer_engine.md that are not the subject of tests elsewhere."""
 
 import re
 from dataclasses import fields
@@ -7,7 +7,7 @@ from pathlib import Path
 import zerocast
 from zerocast import nn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "TRANSFORMER_ENGINE.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "transformer_engine.md").read_text()
 
 
 def section(title: str) -> str:

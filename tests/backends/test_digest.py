@@ -1,4 +1,4 @@
-"""Digests: every backend gives the sum that docs/NUMERICS.md defines, for any range of bytes."""
+"""Digests: every backend gives the sum that docs/numerics.md defines, for any range of bytes."""
 
 import math
 

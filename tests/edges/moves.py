@@ -1,5 +1,5 @@
 """Ways in which the memory of masters, weights and gradients becomes another: rows of the table
-"Moved memory" of docs/EDGES.md.
+"Moved memory" of docs/edges.md.
 
 Training goes on as without the move: where the values matter, the move keeps them.
 """

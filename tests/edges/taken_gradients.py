@@ -1,5 +1,5 @@
 """Ways in which foreign code uses gradients that a ``ZeroOptimizer`` takes during backward
-(``overlap_grad_reduce=True``): rows of docs/EDGES.md.
+(``overlap_grad_reduce=True``): rows of docs/edges.md.
 """
 
 from collections.abc import Callable, Sequence

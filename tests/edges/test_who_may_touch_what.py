@@ -1,4 +1,4 @@
-"""docs/EDGES.md is true: every cell of its tables of touches is run, on two ranks of gloo.
+"""docs/edges.md is true: every cell of its tables of touches is run, on two ranks of gloo.
 
 A cell that begins with "works" claims that after the touch the next weights are, byte for byte,
 the cast of the masters; one that begins with "refused" that every rank raises a ZerocastError whose
@@ -22,7 +22,7 @@ from tests.support.subjects import Fsdp2, OverlappingZero, Plan, Subject, Tensor
 from zerocast.comm import Communicator, run_in_process
 from zerocast.recipes import Recipe
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "EDGES.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "edges.md"
 WAYS = ways.WAYS | taken_gradients.WAYS
 COLUMNS: dict[str, type[Subject]] = {
     "`CastPlan`": Plan,

@@ -1,4 +1,4 @@
-"""Ways in which foreign code touches masters, weights or the optimizer: rows of docs/EDGES.md."""
+"""Ways in which foreign code touches masters, weights or the optimizer: rows of docs/edges.md."""
 
 import copy
 import ctypes

@@ -1,11 +1,11 @@
 """The finite domains of the arithmetic, visited whole: what ``scripts/prove.py`` runs.
 
-Masters are rounded to BF16 first (docs/NUMERICS.md, section 1), so an element has 65,280 finite
+Masters are rounded to BF16 first (docs/numerics.md, section 1), so an element has 65,280 finite
 values and an amax 32,640. A claim visits all pairs that a tensor can hold, or, "by thresholds", the
 values on both sides of each place where a code changes: products with a positive number and
 roundings keep the order of values, so between two such places the code is the same.
 
-The expected bytes are worked out in NumPy's FP32 from docs/NUMERICS.md and from nothing else:
+The expected bytes are worked out in NumPy's FP32 from docs/numerics.md and from nothing else:
 scales by the scalar oracles beside this file, codes by the midpoints of the formats' values.
 """
 

@@ -1,6 +1,6 @@
 """The numerics restated, one element at a time, in NumPy's FP32 scalars.
 
-Written from the formulas of docs/NUMERICS.md and from nothing else: no tensor operation, no code of
+Written from the formulas of docs/numerics.md and from nothing else: no tensor operation, no code of
 zerocast, no float8 cast of a library. It is slow and it is the second opinion on every byte.
 """
 

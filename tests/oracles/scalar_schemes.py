@@ -1,6 +1,6 @@
 """The FP8 schemes, one element at a time: a companion of ``scalar_numerics.py``.
 
-Written from docs/NUMERICS.md in NumPy's FP32 scalars and Python's integers; no code of zerocast and
+Written from docs/numerics.md in NumPy's FP32 scalars and Python's integers; no code of zerocast and
 no tensor operation. A matrix is a dictionary from (row, column) to its rounded element.
 """
 

@@ -16,7 +16,7 @@ Note: the result is written once
 Each function but ``linear``, whose product is the library's, is one kernel, or one native loop,
 that reads the source and writes the result in its rounded dtype; the operations that cast any other
 tensor read it there. With ``output=True`` it is returned, too; else its memory is freed when the
-call returns. The memory traffic is in docs/NUMERICS.md, "Activations and norms".
+call returns. The memory traffic is in docs/numerics.md, "Activations and norms".
 """
 
 from typing import Literal

@@ -134,7 +134,7 @@ class Backend(Protocol):
 
     def digest(self, ranges: Sequence[DigestedBytes], sums: torch.Tensor) -> Launch:
         """Add to each of ``sums``, int64 [len(ranges)], the digest of a range of bytes, modulo
-        2^64; see "Digests" in docs/NUMERICS.md.
+        2^64; see "Digests" in docs/numerics.md.
         """
 
     def changed_runs(self, comparisons: Sequence[Comparison]) -> list[ChangedRuns]:

@@ -2,7 +2,7 @@
 
 Without a copy, it detects writes that torch does not see, ranks that hold different bytes, and
 changes that did not arrive. It does not protect against bytes chosen to have a given digest.
-"Digests" in docs/NUMERICS.md defines it. It is a sum over halfwords, so ranks add the digests of
+"Digests" in docs/numerics.md defines it. It is a sum over halfwords, so ranks add the digests of
 their shards, and a change adds the digest of what it changes.
 """
 

@@ -38,7 +38,7 @@ PUBLIC = """
 """
 """The public names of transformer_engine.pytorch 2.20."""
 
-PAGE = (Path(__file__).parents[3] / "docs" / "TRANSFORMER_ENGINE.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "transformer_engine.md").read_text()
 ROWS = PAGE.split("## Names that are not here\n")[1].split("\n## ")[0].splitlines()
 ADVISED = re.findall(r"`([\w.]+)`", " ".join(row.split("|")[1] for row in ROWS if row))
 
@@ -74,7 +74,7 @@ def test_every_public_name_is_here_or_refused(name):
 ])  # fmt: skip
 def test_modules_that_are_missing_are_refused(statement):
     """By the page's name."""
-    with pytest.raises(ImportError, match=r"in docs/TRANSFORMER_ENGINE\.md says"):
+    with pytest.raises(ImportError, match=r"in docs/transformer_engine\.md says"):
         exec(statement.format(ROOT))
 
 
@@ -97,7 +97,7 @@ def test_what_a_module_lists_is_there_and_documented(path):
     for name in part.__all__:
         value = getattr(part, name)
         assert not (inspect.isclass(value) or inspect.isroutine(value)) or value.__doc__, name
-    with pytest.raises(AttributeError, match=r"TRANSFORMER_ENGINE\.md"):
+    with pytest.raises(AttributeError, match=r"transformer_engine\.md"):
         part.no_such_name  # noqa: B018
 
 

@@ -2,7 +2,7 @@
 
 Supports code written for TransformerEngine 2.20. tests/adapters/transformer_engine tests the names;
 TransformerEngine itself needs a GPU, where scripts/bench_transformer_engine.py compares bytes. This
-adapter can be removed when its users call zerocast's names, listed in docs/TRANSFORMER_ENGINE.md.
+adapter can be removed when its users call zerocast's names, listed in docs/transformer_engine.md.
 
 Code written for TransformerEngine imports this package instead, with the same submodules::
 

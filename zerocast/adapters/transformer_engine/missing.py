@@ -28,7 +28,7 @@ def _text(path: str) -> str:
     """Return the message for the dotted ``path``."""
     return (
         f"zerocast.adapters.transformer_engine has no {path.removeprefix(_PREFIX)}; "
-        '"Names that are not here" in docs/TRANSFORMER_ENGINE.md says what to use instead.'
+        '"Names that are not here" in docs/transformer_engine.md says what to use instead.'
     )
 
 

@@ -1,4 +1,4 @@
-"""The digest of bytes, in plain torch: see "Digests" in docs/NUMERICS.md."""
+"""The digest of bytes, in plain torch: see "Digests" in docs/numerics.md."""
 
 from __future__ import annotations
 

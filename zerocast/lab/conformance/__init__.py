@@ -1,6 +1,6 @@
 """Conformance: tests formats, block scales and partitions of any implementation.
 
-:func:`packs` makes test cases of inputs and required bytes, from docs/NUMERICS.md. :func:`score`
+:func:`packs` makes test cases of inputs and required bytes, from docs/numerics.md. :func:`score`
 compares a :class:`Package` with them byte by byte, and finds out by recomputation why bytes differ.
 ``python -m zerocast conform`` runs both.
 """

@@ -1,6 +1,6 @@
 """Packs: inputs and required bytes, with which any implementation is compared.
 
-A pack is made from docs/NUMERICS.md alone, by zerocast's reference backend. It does not depend on
+A pack is made from docs/numerics.md alone, by zerocast's reference backend. It does not depend on
 other packages, the machine or a library's random numbers: the same code writes the same bytes.
 There is one for each level and format or dialect:
 
@@ -101,7 +101,7 @@ class Pack:
     Attributes:
         level: values, blocks, tensors or partitions.
         subject: the name of an element format, or of a dialect of :mod:`zerocast.export`.
-        formula: the section of docs/NUMERICS.md with the formula, in words.
+        formula: the section of docs/numerics.md with the formula, in words.
         cases: the cases.
     """
 
@@ -128,11 +128,11 @@ class Pack:
 def packs() -> list[Pack]:
     """Make every pack."""
     with use_backend("reference"), torch.device("cpu"):
-        made = [Pack("values", name, "docs/NUMERICS.md, section 2", _value_cases(name))
+        made = [Pack("values", name, "docs/numerics.md, section 2", _value_cases(name))
                 for name in (*ELEMENT_FORMATS, "e8m0")]  # fmt: skip
         for name, dialect in DIALECTS.items():
             section = SECTIONS[type(dialect.recipe.numerics)]
-            formula = f"docs/NUMERICS.md, section {section}, of {dialect.recipe}"
+            formula = f"docs/numerics.md, section {section}, of {dialect.recipe}"
             tensors = _tensor_cases(dialect)
             cut = [replace(tensors[1], name=f"{tensors[1].name} on {ranks}", cuts=cuts)
                    for ranks, cuts in CUTS.items()]  # fmt: skip
@@ -212,7 +212,7 @@ def _value_cases(name: str) -> list[Case]:
 
 @cache
 def _draws(numel: int, seed: int) -> torch.Tensor:
-    """Return int64 [numel] of 16 random bits: those of docs/NUMERICS.md, section 7, at step 1."""
+    """Return int64 [numel] of 16 random bits: those of docs/numerics.md, section 7, at step 1."""
     return element_draws(_count(numel), seed, 0, 1)
 
 

@@ -1,6 +1,6 @@
 """Causes: why the bytes of a package differ, found by reproducing them.
 
-The formulas of docs/NUMERICS.md are implemented again in plain torch, with changes that other
+The formulas of docs/numerics.md are implemented again in plain torch, with changes that other
 implementations make to them. A set of changes explains a difference if the changed formula gives
 every byte of the package in all cases of a pack. Each change in the set must be necessary for that.
 If there is no such set, the difference is unexplained.

@@ -25,7 +25,7 @@ def check_one_value(**given: tuple[object, object]) -> None:
         if value is not served and value != served:
             raise UnsupportedError(
                 f"{name}={value!r} is not supported; leave it {served!r}. "
-                "docs/TRANSFORMER_ENGINE.md says what replaces it."
+                "docs/transformer_engine.md says what replaces it."
             )
 
 
