@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
 import gc
 import os
 import platform
@@ -383,6 +384,7 @@ def main() -> None:
     console.print(f"[{color}]Other processes took {taken:.0%} of the processors meanwhile.[/]")
     if options.json:
         record = {
+            "date": datetime.date.today().isoformat(),
             "machine": platform.processor() or platform.machine(),
             "torch": torch.__version__,
             "shape": shape,
