@@ -56,7 +56,7 @@ def cpu_table(record: dict[str, Any]) -> str:
     """Of the first configuration of bench_cast.json: all threads, the widest vectors."""
     casts, others = record["casts"][0], record["others_seconds"]
     rows = []
-    for name, shown in CPU_ROWS.items():
+    for name, shown in ((n, s) for n, s in CPU_ROWS.items() if n in casts):
         seconds, shares = casts[name]["seconds"], casts[name]["shares"]
         slower = {who: value / seconds["sum"] for who, value in others.get(name, {}).items()}
         compiled = next((v for who, v in slower.items() if who == "torch, compiled"), None)
