@@ -35,8 +35,7 @@ COLUMNS: dict[str, type[Subject]] = {
 def cells() -> dict[tuple[str, str], str]:
     """(row, column) -> what the page says of it."""
     found = {}
-    touches, _, _ = PAGE.read_text().partition("## Kinds of silent faults")
-    tables = re.findall(r"(?:^\|.*\n)+", touches, re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE)
     for table in tables:
         head, _, *rows = [
             [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
