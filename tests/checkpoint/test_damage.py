@@ -240,7 +240,7 @@ def test_a_checkpoint_of_another_training_is_refused(checkpoint: Path) -> None:
     """Other weights, names, recipes, optimizers; both sides are named."""
     cases: dict[str, Callable[[Communicator], ZeroOptimizer]] = {
         "same fp8_format|same recipe of layer.0": lambda comm: Training(comm, NVFP4).optimizer,
-        "same optimizer: .*AdamW, .*Adam.": lambda comm: (
+        "same class: .*AdamW, .*Adam.": lambda comm: (
             Training(comm, RECIPES["delayed"], torch.optim.Adam).optimizer
         ),
         "same weights: it has 'layer.0', and this one does not": lambda comm: ZeroOptimizer(

@@ -139,7 +139,8 @@ def test_a_layer_that_the_recipe_cannot_hold_stays():
     lines = str(report).splitlines()
     assert lines[:3] == [
         "1 of 2 linear layers converted, with NVFP4BlockScaling()",
-        "682 parameters, 46.9 % held in codes; they take 2.80 kB, 1.35 kB of them codes and scales",
+        "682 parameters, 46.9 % held in codes; in memory they take 2.80 kB, 1.35 kB of them codes "
+        "and scales",
         "  0.weight [10x32]: held in codes by NVFP4BlockScaling()",
     ]
     assert lines[3].startswith("  left: 1.weight [32x10], 46.9 %: NVFP4BlockScaling needs K, the")

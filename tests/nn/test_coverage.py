@@ -68,9 +68,9 @@ def test_parameters_are_counted_not_layers(family):
     assert found.bytes("left") == 4 * (total - in_codes)
     text = str(report)
     assert text.splitlines()[1].startswith(
-        f"{total:,} parameters, {100 * in_codes / total:.1f} % held in codes; they take"
+        f"{total:,} parameters, {100 * in_codes / total:.1f} % held in codes; in memory they take"
         if in_codes
-        else f"{total:,} parameters, none in codes; they take"
+        else f"{total:,} parameters, none in codes; in memory they take"
     )
     assert len(text.splitlines()) <= 10
     assert "round_master" not in text

@@ -131,7 +131,7 @@ def test_the_report_groups_by_recipe():
         "  8 with fp8-channel: model.layers.{0..1}.self_attn.{q_proj,k_proj,v_proj,o_proj}",
         "  3 with MXFP8BlockScaling(): model.layers.0.mlp.{gate_proj,up_proj,down_proj}",
         "  2 with nvfp4-4over6: model.layers.1.mlp.experts.{gate_up_proj,down_proj}",
-        "82,688 parameters, 89.2 % held in codes; they take 149.03 kB, 113.19 kB of them "
+        "82,688 parameters, 89.2 % held in codes; in memory they take 149.03 kB, 113.19 kB of them "
         "codes and scales",
         "  model.layers.{0..1}.self_attn.{q_proj,o_proj}.weight [64x64]: held in codes by "
         "fp8-channel",
@@ -175,19 +175,21 @@ MISTAKES = {
     ),
     "nothing": (
         {"*.expert.*": "nvfp4", "*": "mxfp8"},
-        "each pattern in recipe must fit the name of a linear layer or of a weight that can be "
-        "included, got '*.expert.*', which fits none (near it: experts, experts.up, "
+        "each pattern in recipe must fit the whole name of a linear layer, or of a weight "
+        "that can be included, got '*.expert.*', which fits none (near it: experts.up, "
         "experts.shared); correct it, or remove it.",
     ),
     "nothing near": (
         {"zzz": None, "*": "mxfp8"},
-        "each pattern in recipe must fit the name of a linear layer or of a weight that can be "
-        "included, got 'zzz', which fits none (near it: nothing); correct it, or remove it.",
+        "each pattern in recipe must fit the whole name of a linear layer, or of a weight "
+        "that can be included, got 'zzz', which fits none (near it: nothing); correct "
+        "it, or remove it.",
     ),
     "convolution": (
         {"conv": "nvfp4"},
-        "each pattern in recipe must fit the name of a linear layer or of a weight that can be "
-        "included, got 'conv', which fits none (near it: nothing); correct it, or remove it.",
+        "each pattern in recipe must fit the whole name of a linear layer, or of a weight "
+        "that can be included, got 'conv', which fits none (near it: nothing); correct "
+        "it, or remove it.",
     ),
     "order": (
         {"*": "mxfp8", "head": None},

@@ -104,7 +104,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(spoil: Any, match: s
 def test_a_state_of_another_optimizer_or_other_weights_is_refused() -> None:
     """Both sides of the disagreement are in the message."""
     saved = train_and_save()
-    with pytest.raises(InputError, match=r"same optimizer: it was saved with .*AdamW, .*SGD"):
+    with pytest.raises(InputError, match=r"same class: it was saved with .*AdamW, .*SGD"):
         ZeroOptimizer(named(make_params(NVFP4)), SGD, lr=0.1).load_state_dict(saved)
     with pytest.raises(InputError, match=r"same weights: it has 'layer.0', and this one does not"):
         ZeroOptimizer(named(make_params(NVFP4))[1:]).load_state_dict(saved)
@@ -229,7 +229,7 @@ def remembered(new: Any) -> Any:
 DAMAGES = {
     "format": (in_zero(format=99), "must be of format 2, got 99"),
     "numerics": (in_zero(numerics=99), "same version of the numerics: it was saved with 99"),
-    "class": (in_zero(optimizer="mine.AdamW"), "same optimizer: it was saved with mine.AdamW"),
+    "class": (in_zero(optimizer="mine.AdamW"), "same class: it was saved with mine.AdamW"),
     "name": (weight("name", "other"), "same weights: this one has 'layer.0', and it does not"),
     "shape": (weight("shape", [48, 33]), r"same shape of layer.0: .*\[48, 33\], .*\[33, 48\]"),
     "recipe": (weight("recipe", {"class": "X"}), "same recipe of layer.0: it was saved with"),

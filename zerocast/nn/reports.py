@@ -1,7 +1,7 @@
 """coverage: lists the parameters of a model that are in codes at present, and why others are not.
 
     >>> print(zerocast.nn.coverage(model))
-    86,848 parameters, 28.3 % held in codes; they take 271.46 kB, 22.38 kB of them codes ...
+    86,848 parameters, 28.3 % held in codes; in memory they take 271.46 kB, 22.38 kB ...
       model.layers.{0..1}.self_attn.{q_proj,o_proj}.weight [64x64]: held in codes by ...
       left: model.layers.{0..1}.mlp.experts.down_proj [4x64x32], 18.9 %: a MixtralExperts ...
       left: 9 smaller ones (embeddings, norms, biases), 0.7 %
@@ -91,7 +91,7 @@ class Coverage:
         found = dict.fromkeys(p.how for p in self.parameters if p.how != "left")
         shares = [f"{_percent(self.elements(how), total)} {how}" for how in found]
         head = f"{total:,} parameters, {' and '.join(shares) or 'none in codes'}"
-        head += f"; they take {shown_bytes(self.bytes())}"
+        head += f"; in memory they take {shown_bytes(self.bytes())}"
         if "held in codes" in found:
             head += f", {shown_bytes(self.bytes('held in codes'))} of them codes and scales"
         left = [p for p in self.parameters if p.how == "left"]

@@ -57,7 +57,7 @@ def check_described(given: Mapping[str, Any], this: Description) -> None:
     check_format(given)
     for what, label in (
         ("numerics", "version of the numerics"),
-        ("optimizer", "optimizer"),
+        ("optimizer", "class"),
         ("groups", "number of param groups"),
     ):
         check_equal(label, given[what], this[what])

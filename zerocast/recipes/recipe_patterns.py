@@ -90,8 +90,8 @@ class RecipePatterns:
             fits = [names for names in self._seen if fnmatch.filter(names, pattern)]
             if not fits:
                 raise InputError(
-                    "each pattern in recipe must fit the name of a linear layer or of a weight "
-                    f"that can be included, got {pattern!r}, which fits none (near it: "
+                    "each pattern in recipe must fit the whole name of a linear layer, or of a "
+                    f"weight that can be included, got {pattern!r}, which fits none (near it: "
                     f"{', '.join(self._near(pattern)) or 'nothing'}); correct it, or remove it."
                 )
             firsts = [self._first(names) for names in fits]
@@ -113,9 +113,11 @@ class RecipePatterns:
         return next(fits, None)
 
     def _near(self, pattern: str) -> list[str]:
-        known = {
-            part for names in self._seen for name in names for part in (name, *name.split("."))
-        }
+        """Return whole names of which a part is like a part of ``pattern``; four at most."""
+        by_part: dict[str, list[str]] = {}
+        for name in (names[0] for names in self._seen):
+            for part in {name, *name.split(".")}:
+                by_part.setdefault(part, []).append(name)
         pieces = [piece for piece in re.split(r"[.*?]+", pattern) if piece]
-        found = (difflib.get_close_matches(piece, known, n=4, cutoff=0.5) for piece in pieces)
-        return list(dict.fromkeys(name for near in found for name in near))
+        found = (difflib.get_close_matches(piece, by_part, n=4, cutoff=0.5) for piece in pieces)
+        return list(dict.fromkeys(name for near in found for p in near for name in by_part[p]))[:4]

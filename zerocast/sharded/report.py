@@ -194,14 +194,18 @@ def why_high_precision(module: torch.nn.Module, name: str) -> str:
         return "its layer was made after zerocast.nn.convert, or never given to it"
     if isinstance(module, torch.nn.Embedding):
         return "an embedding is looked up, not multiplied"
+    from torch.distributed.fsdp import FSDPModule
+
+    # fully_shard replaces the class of a module by one with FSDPModule and another name.
+    own_class = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
     if parameter.dim() > 2:
         return (
-            f"a {type(module).__name__} keeps it as one parameter of {parameter.dim()} dimensions "
+            f"a {own_class.__name__} keeps it as one parameter of {parameter.dim()} dimensions "
             f"(experts, a convolution), and only weights of torch.nn.Linear layers are converted"
         )
     if parameter.dim() == 2:
         return (
-            f"it belongs to a {type(module).__name__}, and only weights of torch.nn.Linear layers "
+            f"it belongs to a {own_class.__name__}, and only weights of torch.nn.Linear layers "
             f"are converted"
         )
     return "only weights of linear layers are converted, not biases or norms"
