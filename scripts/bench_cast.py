@@ -41,7 +41,7 @@ from rich.table import Table
 import zerocast
 from zerocast.backends import native_library
 from zerocast.backends.cpu import CpuBackend
-from zerocast.layout import Extent
+from zerocast.layout import Extent, Source
 from zerocast.recipes import (
     NAMED,
     DelayedScaling,
@@ -242,9 +242,11 @@ def measure_temporary(
     """
     shares: dict[str, float | None] = {}
     for name, recipe in recipes.items():
-        small = zerocast.empty((32, 32), recipe)  # so that what is imported late is there
+        both = recipe.columnwise_source is not Source.TRANSPOSED_MASTER  # which no shard has
+        # A first cast, so that what is imported late is there.
+        small = zerocast.empty((32, 32), recipe, columnwise=both)
         zerocast.CastPlan([small], [torch.zeros(1024)], [0]).cast()
-        weight = zerocast.empty(shape, recipe)
+        weight = zerocast.empty(shape, recipe, columnwise=both)
         for buffer in weight.quantized_storage.buffers.values():
             buffer.zero_()  # or its pages would first be touched by the cast
         peak = temporary_memory(
