@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything that scripts/test.sh checks, the slow tests on ranks, several hosts, the library for AArch64 under an emulator
-# (which needs g++-aarch64-linux-gnu and qemu-user on PATH), and the tests beside other packages (transformers' Trainer,
-# accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM, torchtitan, verl), which it installs: pinned, then the newest.
+# Everything that scripts/test.sh checks, the site in a browser (where PATH has chromium), the slow tests on ranks,
+# several hosts, the library for AArch64 under an emulator (which needs g++-aarch64-linux-gnu and qemu-user on PATH),
+# and the tests beside other packages (transformers' Trainer, accelerate, peft, torchao, Megatron-Core, DeepSpeed, vLLM,
+# torchtitan, verl), which it installs: pinned, then the newest.
 # Hours on a small machine.
 #
 #   scripts/nightly.sh [DIRECTORY]     the environment; default .venv
