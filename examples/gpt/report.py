@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt.training import RECIPES, Run, Settings
+from zerocast.arguments import shown_bytes
 from zerocast.recipes import in_words
 
 # The rows of the closing table, and the phases of a step that each adds up. Clipping begins with
@@ -63,11 +64,11 @@ def print_table(runs: Sequence[Run], settings: Settings, ranks: int) -> None:
     validation = [f"{r.validation_loss:.3f}" for r in runs]
     row("validation loss (nats a byte)", validation, end_section=True)
     for kind in runs[0].sent_bytes:
-        cells = [f"{r.sent_bytes[kind] / 1e3:,.1f}" for r in runs]
-        row(f"sent a step, {kind.replace('_', '-')} (kB)", cells, end_section=kind == "all_gather")
+        cells = [shown_bytes(r.sent_bytes[kind]) for r in runs]
+        row(f"sent a step, {kind.replace('_', '-')}", cells, end_section=kind == "all_gather")
     for kind in runs[0].held_bytes:
-        cells = [f"{r.held_bytes[kind] / 1e3:,.1f}" for r in runs]
-        row(f"held, {kind.replace('_', ' ')} (kB)", cells, end_section=kind == "optimizer_state")
+        cells = [shown_bytes(r.held_bytes[kind]) for r in runs]
+        row(f"held, {kind.replace('_', ' ')}", cells, end_section=kind == "optimizer_state")
     for name, phases in PHASES.items():
         seconds = [sum(r.seconds.get(phase, 0.0) for phase in phases) for r in runs]
         row(f"time a step, {name} (ms)", [f"{1e3 * s:.2f}" for s in seconds])

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from zerocast.cli.cost_tables import as_json, tables
+from zerocast.cli.output import progress
 from zerocast.lab.costs import MODELS, StepOptions, compare_gathers
 from zerocast.recipes import NAMED, as_recipe, in_words
 
@@ -60,18 +61,20 @@ def run(given: argparse.Namespace) -> tuple[Any, int]:
         exchange=given.exchange,
         device=given.device,
     )
-    by_ranks = [
-        compare_gathers(
-            given.model,
-            given.recipe,
-            dp,
-            rank=given.rank,
-            tp=given.tp,
-            filter_fqns=given.filter,
-            options=options,
-        )
-        for dp in given.dp
-    ]
+    with progress("estimate", 3 * len(given.dp), "steps") as add:
+        by_ranks = [
+            compare_gathers(
+                given.model,
+                given.recipe,
+                dp,
+                done=add,
+                rank=given.rank,
+                tp=given.tp,
+                filter_fqns=given.filter,
+                options=options,
+            )
+            for dp in given.dp
+        ]
     if given.json:
         return [as_json(each) for each in by_ranks], 0
     pages = []

@@ -26,7 +26,7 @@ STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
 table { border-collapse: collapse }
 th, td { padding: 4px 10px; border-bottom: 1px solid #ddd; text-align: right }
-th:first-child, td:first-child, td:nth-child(4) { text-align: left }
+th:first-child, td:first-child, th:nth-child(4), td:nth-child(4) { text-align: left }
 td:first-child { font-family: ui-monospace, monospace }
 .bad { color: #b00020; font-weight: bold }
 rect { fill: #3367d6 }
