@@ -65,7 +65,7 @@ def test_near_names_are_suggested() -> None:
     for given, known, told in (
         ("NVP4", ["current", "nvfp4"], " Did you mean 'nvfp4'?"),
         ("fp8-blocks", ["fp8-block", "block"], " Did you mean 'fp8-block' or 'block'?"),
-        ("*.q_prj", layers, " Did you mean 'q_proj'?"),
+        ("*.q_prj", layers, " Did you mean 'layers.0.q_proj' or 'layers.1.q_proj'?"),
         ("*.zzz", layers, ""),
         (["nvfp4"], ["nvfp4"], ""),
     ):

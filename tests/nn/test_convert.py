@@ -88,7 +88,7 @@ def test_a_filter_that_matches_nothing_is_refused_with_near_names():
     assert str(raised.value) == (
         "each part of a name in filter_fqns must be in one of the model's names, got 'lm_haed', "
         "which is in none of them; correct it, or remove it. 'auto_filter_small_kn' filters by "
-        "size. Did you mean 'lm_head' or 'lm_head.bias'?"
+        "size. Did you mean 'lm_head' or 'lm_head.weight' or 'lm_head.bias'?"
     )
     assert type(model["lm_head"]) is nn.Linear
 
