@@ -38,6 +38,7 @@ import torch
 from gpt.data import load_corpus, sample
 from gpt.launch import fast_dtype, launched_process_group
 from gpt.training import MAX_NORM, warmup_and_cosine
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -321,11 +322,19 @@ def report(arguments: Namespace, results: dict[Job, Score]) -> None:
                 error = stdev(above) if len(above) > 1 else float("nan")
                 kl = mean(score.kl for score in of(method, *case))
                 cells[i] = f"{mean(above):+.4f} ± {error:.4f}\nKL {kl:.4f}"
-                bars[method] = axes.bar(place + i / 5, mean(above), 0.2, yerr=error, color=f"C{i}")
+                color = colormaps["Dark2"](i)  # other colours than those of recipes elsewhere
+                bars[method] = axes.bar(place + i / 5, mean(above), 0.2, yerr=error, color=color)
+                box = {"facecolor": "white", "linewidth": 0, "pad": 1}
+                axes.bar_label(bars[method], fmt="{:+.3f}", padding=3, size="x-small", bbox=box)
         table.add_row(*case, *cells)
     axes.set_xticks([i + 0.3 for i in range(len(cases))], ["\n".join(case) for case in cases])
-    axes.set(ylabel="validation loss above the reference (nats a byte)", title=arguments.model)
-    axes.legend(bars.values(), bars.keys())
+    axes.set(
+        ylabel="validation loss above the reference (nats a byte)",
+        title=f"{arguments.model}, {arguments.pretrain} steps in high precision and "
+        f"{arguments.steps} of each method, mean of {len(arguments.seeds)} seeds",
+    )
+    heads = [f"{method}, above {REFERENCE[method]}" for method in bars]
+    figure.legend(bars.values(), heads, loc="outside lower center", ncols=len(bars))
     figure.savefig(arguments.out / "qat.png", dpi=120)
     Console(width=120).print(table)
     losses = [mean(score.loss for score in of(method)) for method in ("start", "BF16")]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from gpt.data import load_corpus
 from gpt.launch import fast_dtype, launched_ranks
-from gpt.report import draw, print_table, write_record
+from gpt.report import draw, print_table, title, write_record
 from gpt.training import RECIPES, Settings, train
 
 
@@ -92,7 +92,7 @@ def main() -> int:
         if comm.rank == 0:
             arguments.out.mkdir(parents=True, exist_ok=True)
             write_record(arguments.out / "record.json", runs, settings, comm.size)
-            draw(arguments.out / "comparison.png", runs)
+            draw(arguments.out / "comparison.png", runs, title(settings, comm.size))
             print_table(runs, settings, comm.size)
             print(f"Record and picture: {arguments.out}")
             for run in runs:

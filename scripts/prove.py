@@ -35,7 +35,7 @@ from tests.oracles.finite_domains import CLAIMS, Claim  # noqa: E402
 from zerocast.backends import native_library, use_backend  # noqa: E402
 from zerocast.backends.cpu import CpuBackend  # noqa: E402
 from zerocast.backends.cuda import CudaBackend  # noqa: E402
-from zerocast.lab.costs.cost_tables import markdown  # noqa: E402
+from zerocast.cli.output import aligned  # noqa: E402
 from zerocast.numerics import Backend  # noqa: E402
 
 SOURCES = (
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             pairs, seconds = map(sum, zip(*found, strict=True))
             rows.append([name, by, f"{len(items):,}", f"{pairs:,}", f"{seconds:.1f}"])
-    print(markdown(["claim", "backend", "items", "pairs", "CPU s"], rows))
+    print(*aligned(["claim", "backend", "items", "pairs", "CPU s"], rows), sep="\n")
 
 
 if __name__ == "__main__":

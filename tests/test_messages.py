@@ -1,6 +1,7 @@
 """What a user reads has no markup of docstrings and no codes of a terminal."""
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 
 import zerocast
 from tests.support.claims import message_of
-from zerocast.cli import main
+from zerocast.arguments import did_you_mean
+from zerocast.cli import COMMANDS, main
 from zerocast.cli.checkpoint_files import entries
 
 PACKAGE = Path(zerocast.__file__).parent
@@ -45,10 +47,7 @@ def test_no_text_of_the_package_has_markup() -> None:
     assert not found
 
 
-COMMANDS = ("", "doctor", "inspect", "checksums", "estimate", "conform", "reproduce")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_no_help_has_markup_or_a_file_of_the_repository(command: str, capsys) -> None:
     """A wheel has no docs/."""
     with pytest.raises(SystemExit):
@@ -56,6 +55,38 @@ def test_no_help_has_markup_or_a_file_of_the_repository(command: str, capsys) ->
     text = capsys.readouterr().out
     assert not MARKUP.search(text)
     assert "docs/" not in text
+
+
+def test_near_names_are_suggested() -> None:
+    """In any case; of names with dots by their parts, also for patterns; none that is far, and none
+    for what is no text.
+    """
+    layers = ["layers.0.q_proj", "layers.1.q_proj", "layers.1.down_proj", "lm_head"]
+    for given, known, told in (
+        ("NVP4", ["current", "nvfp4"], " Did you mean 'nvfp4'?"),
+        ("fp8-blocks", ["fp8-block", "block"], " Did you mean 'fp8-block' or 'block'?"),
+        ("*.q_prj", layers, " Did you mean 'layers.0.q_proj' or 'layers.1.q_proj'?"),
+        ("*.zzz", layers, ""),
+        (["nvfp4"], ["nvfp4"], ""),
+    ):
+        assert did_you_mean(given, known) == told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("inspct a", "there is no command 'inspct'. Did you mean 'inspect'?"),
+        ("compare a b --sorce=c", "compare has no option --sorce. Did you mean 'source'?"),
+        ("estimate llama-8b --recipe nvp4", "got 'nvp4'. Did you mean 'nvfp4'?"),
+        ("estimate lama-8b", "Did you mean 'llama-8b'"),
+        ("conform torchoa", "got 'torchoa'. Did you mean 'torchao' or 'torch'?"),
+    ],
+)
+def test_a_misspelt_word_of_a_command_is_answered(words: str, told: str, capsys) -> None:
+    """A command, an option, a recipe, a model, a package."""
+    with contextlib.suppress(SystemExit):
+        assert main(words.split()) == 2
+    assert told in capsys.readouterr().err
 
 
 def a_text(path: Path) -> None:

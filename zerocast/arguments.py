@@ -5,9 +5,11 @@ Each check returns the value in the form that the package uses, or raises
 ``zerocast.recipes.as_recipe`` checks recipes, ``zerocast.comm.as_communicator`` checks groups.
 """
 
+import difflib
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,6 +40,22 @@ def shown(value: object) -> str:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Return " Did you mean 'nvfp4'?", with the names that are near ``given``, or of which a part
+    between dots is near a part of it; an empty string if none is.
+    """
+    if not isinstance(given, str):
+        return ""
+    by_part: dict[str, list[str]] = {}
+    for name in known:
+        for part in dict.fromkeys((name, *name.split("."))):
+            by_part.setdefault(part.lower(), []).append(name)
+    pieces = [each for each in re.split(r"[.*?]+", given.lower()) if each and each not in by_part]
+    found = (difflib.get_close_matches(each, by_part, 3) for each in (given.lower(), *pieces))
+    near = dict.fromkeys(repr(n) for parts in found for part in parts for n in by_part[part])
+    return f" Did you mean {' or '.join(list(near)[:3])}?" if near else ""
 
 
 def present(value: Value | None) -> Value:

@@ -2,6 +2,7 @@
 and the file that is left repeats the cast.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -221,6 +222,10 @@ def test_planted_faults_are_named(
     assert main(["reproduce", str(file)]) == 1
     told = capsys.readouterr().out
     assert "held: " in told
+    assert main(["reproduce", str(file), "--json"]) == 1
+    held, *casts = json.loads(capsys.readouterr().out)["casts"].values()
+    assert held["count"] >= 1
+    assert casts == [None, None]
     assert "This machine casts the right bytes" in told
 
 

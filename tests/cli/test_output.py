@@ -1,5 +1,8 @@
 """What commands write: never over what exists, unless asked; never over what they read."""
 
+import io
+import itertools
+import json
 import os
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from zerocast.cli import conformance, inspection, main
+from zerocast.cli import COMMANDS, conformance, inspection, main, output
 from zerocast.lab.conformance import Pack
 
 
@@ -131,3 +134,51 @@ def test_a_file_has_the_mode_of_the_umask(tmp_path, model, quick):
     finally:
         os.umask(before)
     assert (tmp_path / "a" / "page.html").stat().st_mode & 0o777 == 0o640
+
+
+def test_every_command_prints_json_alone(tmp_path, quick, capsys):
+    """One document on stdout, without NaN and infinity, which JSON does not have."""
+    library = pytest.importorskip("safetensors.torch")
+    for name, values in (("a", [3e38, torch.inf]), ("b", [-3e38, 1.0])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        weights = {"x": torch.tensor(values), "y.weight": torch.ones(32, 32)}
+        library.save_file(weights, tmp_path / name / "model.safetensors")
+    a, b, packs = str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "packs")
+    found = {}
+    for command, *arguments in (
+        ("doctor",), ("inspect", a), ("checksums", a), ("compare", a, b),
+        ("convert", b, str(tmp_path / "c"), "--to", "modelopt/mxfp8", "--verify"),
+        ("estimate", "llama-8b", "--dp", "8"), ("conform", "torch"),
+        ("conform", "--packs", packs),
+    ):  # fmt: skip
+        main([command, *arguments, "--json"])
+        found[command] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert {*found, "reproduce"} == set(COMMANDS)
+    (differing,) = found["compare"]["differences"]
+    assert (differing["name"], differing["largest"]) == ("x", None)
+    assert found["conform"] == {"packs": 1, "written": 1}
+
+
+def test_progress_is_shown_in_terminals_alone(monkeypatch):
+    """After two seconds, with the time left; the line is removed at the end."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stderr, told in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(output.sys, "stderr", stderr)
+        clock = itertools.count(0, 1.5)  # a second and a half between any two looks at it
+        monkeypatch.setattr(output.time, "monotonic", lambda clock=clock: next(clock))
+        with output.progress("inspect", 8_000_000) as add:
+            add(1_000_000)
+            assert not stderr.getvalue()
+            add(1_000_000)
+            line = "inspect: 2.00 MB of 8.00 MB, 666.67 kB a second, 0 min 09 s left"
+            assert (line in stderr.getvalue()) == told
+        assert stderr.getvalue().endswith(f"\r{'':79}\r" if told else "")
+        with output.progress("conform", 4, "packs") as add:
+            add(1)
+            add(1)
+            assert ("conform: 2 of 4 packs, 0 min 03 s left" in stderr.getvalue()) == told

@@ -55,6 +55,7 @@ def test_training_on_one_rank_leaves_table_record_and_picture(tmp_path: Path) ->
         "time a step, post-processing",
     ):
         assert row in said
+    assert "nvfp4: NVFP4, one scale a 16x16 block" in said
     for recipe in ("bf16", "nvfp4"):
         assert f"{recipe}: The sharded weights equal the unsharded cast" in said
     record = json.loads((tmp_path / "record.json").read_text())

@@ -462,7 +462,7 @@ def test_the_command_says_what_it_does(saved, tmp_path, capsys):
     }
     assert main([*base, "--4over6", "--verify", "--checksums"]) == 0
     text = capsys.readouterr().out
-    assert "14 tensors as compressed-tensors/nvfp4, nvfp4-4over6-1x16" in text
+    assert "14 tensors as compressed-tensors/nvfp4: NVFP4, 4-over-6, one scale a 1x16 block" in text
     assert "read back: equal" in text
     sums = (tmp_path / "t" / "checksums.sha256").read_text()
     assert main(["checksums", str(tmp_path / "t")]) == 0
@@ -471,6 +471,8 @@ def test_the_command_says_what_it_does(saved, tmp_path, capsys):
     assert abs(said["bytes"]["target"] - planned) < 100 * len(said["formats"])
     assert main(base) == 2
     assert "exists; choose another target" in capsys.readouterr().err
+    assert main(["convert", source, str(tmp_path / "u"), "--to", "modelopt/nvfp"]) == 2
+    assert "got 'modelopt/nvfp'. Did you mean 'modelopt/nvfp4'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--verify", "--dry-run"])

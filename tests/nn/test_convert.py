@@ -87,8 +87,8 @@ def test_a_filter_that_matches_nothing_is_refused_with_near_names():
         convert(model, NVFP4, filter_fqns=["block.norm", "lm_haed"])
     assert str(raised.value) == (
         "each part of a name in filter_fqns must be in one of the model's names, got 'lm_haed', "
-        "which is in none of them (near it: lm_head, lm_head.bias, lm_head.weight); correct it, or "
-        "remove it. 'auto_filter_small_kn' filters by size."
+        "which is in none of them; correct it, or remove it. 'auto_filter_small_kn' filters by "
+        "size. Did you mean 'lm_head' or 'lm_head.weight' or 'lm_head.bias'?"
     )
     assert type(model["lm_head"]) is nn.Linear
 

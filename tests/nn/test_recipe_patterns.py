@@ -171,25 +171,23 @@ MISTAKES = {
     "recipe": (
         {"head": "nvfp5", "*": "mxfp8"},
         "recipe['head'] must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
-        f"({KNOWN}), got 'nvfp5'.",
+        f"({KNOWN}), got 'nvfp5'. Did you mean 'nvfp4'?",
     ),
     "nothing": (
         {"*.expert.*": "nvfp4", "*": "mxfp8"},
         "each pattern in recipe must fit the whole name of a linear layer, or of a weight "
-        "that can be included, got '*.expert.*', which fits none (near it: experts.up, "
-        "experts.shared); correct it, or remove it.",
+        "that can be included, got '*.expert.*', which fits none; correct it, or "
+        "remove it. Did you mean 'experts.up' or 'experts.shared'?",
     ),
     "nothing near": (
         {"zzz": None, "*": "mxfp8"},
         "each pattern in recipe must fit the whole name of a linear layer, or of a weight "
-        "that can be included, got 'zzz', which fits none (near it: nothing); correct "
-        "it, or remove it.",
+        "that can be included, got 'zzz', which fits none; correct it, or remove it.",
     ),
     "convolution": (
         {"conv": "nvfp4"},
         "each pattern in recipe must fit the whole name of a linear layer, or of a weight "
-        "that can be included, got 'conv', which fits none (near it: nothing); correct "
-        "it, or remove it.",
+        "that can be included, got 'conv', which fits none; correct it, or remove it.",
     ),
     "order": (
         {"*": "mxfp8", "head": None},

@@ -84,7 +84,7 @@ REFUSED = {
         (partial(converting, filter_fqns=[1]), r"got \[1\]"),
         (partial(converting, filter_fqns=1), r"or a function of a layer and its name .*, got 1\."),
         (partial(converting, filter_fqns=["hed"]),
-         r"got 'hed', which is in none of them \(near it: nothing\)"),
+         r"got 'hed', which is in none of them; correct it"),
         (lambda: converting(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(16)), CURRENT),
          r"got 1\.weight of a lazy module"),
         (partial(converting, attention, weights="high_precision",

@@ -17,6 +17,7 @@ from zerocast.recipes import (
     QParams,
     Recipe,
     as_recipe,
+    in_words,
     recipe_from_text,
     short_name,
 )
@@ -53,15 +54,35 @@ def test_variants_are_the_recipes_of_checkpoints():
 
 @pytest.mark.parametrize("given", ["nvfp5", "", None, 4, ["nvfp4"], zerocast.NVFP4BlockScaling])
 def test_an_unknown_name_is_answered_with_the_known_ones(given):
-    """A class and other types, too."""
+    """A class and other types, too; a misspelt name with the one that was meant."""
+    near = " Did you mean 'nvfp4'?" if given == "nvfp5" else ""
     with pytest.raises(InputError) as raised:
         as_recipe(given)
     assert str(raised.value) == (
         f"recipe must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
         f"('delayed', 'current', 'rowwise', 'block', 'mxfp8', 'mxfp4', 'nvfp4', 'nvfp4-4over6', "
         f"'nvfp4-1x16', 'nvfp4-4over6-1x16', 'fp8-tensor', 'fp8-channel', 'fp8-block'), "
-        f"got {given!r}."
+        f"got {given!r}.{near}"
     )
+
+
+def test_recipes_in_words():
+    """What has a scale, and the format: schemes, and variants of them."""
+    assert {name: in_words(recipe) for name, recipe in NAMED.items()} == {
+        "delayed": "FP8, one scale a tensor, of earlier casts",
+        "current": "FP8, one scale a tensor",
+        "rowwise": "FP8, one scale a row",
+        "block": "FP8, one scale a 128x128 block",
+        "mxfp8": "MXFP8, one scale a 1x32 block",
+        "mxfp4": "MXFP4, one scale a 1x32 block",
+        "nvfp4": "NVFP4, one scale a 16x16 block",
+        "nvfp4-4over6": "NVFP4, 4-over-6, one scale a 16x16 block",
+        "nvfp4-1x16": "NVFP4, one scale a 1x16 block",
+        "nvfp4-4over6-1x16": "NVFP4, 4-over-6, one scale a 1x16 block",
+        "fp8-tensor": "FP8, one scale a tensor",
+        "fp8-channel": "FP8, one scale a row",
+        "fp8-block": "FP8, one scale a 128x128 block",
+    }
 
 
 def autocast_recipe(region) -> zerocast.Recipe | None:

@@ -2,10 +2,10 @@
 
 import argparse
 import html
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from zerocast.cli.checkpoint_files import sources
 from zerocast.cli.differences import (
@@ -15,7 +15,7 @@ from zerocast.cli.differences import (
     experts_of,
 )
 from zerocast.cli.inspection import STYLE
-from zerocast.cli.output import add_output
+from zerocast.cli.output import add_output, aligned, progress
 from zerocast.cli.stored_weights import StoredWeights
 from zerocast.safe_files import printable
 
@@ -29,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", type=Path, metavar="B", help="another")
     cast = "the directory that both were cast from: formulas are then found by computing them anew"
     parser.add_argument("--source", type=Path, metavar="DIR", help=cast)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     add_output(parser, "html", reads=lambda given: [
         file for folder in (given.a, given.b, given.source) if folder for file in sources(folder)
     ])  # fmt: skip
 
 
-def run(given: argparse.Namespace) -> tuple[str, int]:
+def run(given: argparse.Namespace) -> tuple[Any, int]:
     """Return the output and the exit code, which is 1 if a weight differs.
 
     Raises:
@@ -48,7 +47,12 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     apart = experts_in_other_layouts(a, b)
     left = {each.name for each in apart}
     names = [name for name in names if experts_of(name)[0] not in left]
-    found = [each for name in names if (each := difference(name, a, b, source)) is not None]
+    found = []
+    with progress("compare", len(names), "weights") as add:
+        for name in names:
+            if (each := difference(name, a, b, source)) is not None:
+                found.append(each)
+            add(1)
     found, names = found + apart, names + sorted(left)
     title = f"A = {printable(str(given.a))}, B = {printable(str(given.b))}"
     summary = f"{len(found)} of {len(names)} weights differ: {title}"
@@ -56,8 +60,9 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         given.draft.write_text(as_html(summary, found), encoding="utf-8")
     if given.json:
         shown = {"weights": len(names), "differences": [asdict(each) for each in found]}
-        return json.dumps(shown, indent=1), int(bool(found))
-    return "\n".join([*table(found), summary]), int(bool(found))
+        return shown, int(bool(found))
+    table = [*aligned(HEAD, list(map(cells, found)), (0, 1, 2, 7)), ""] if found else []
+    return "\n".join([*table, summary]), int(bool(found))
 
 
 def cells(found: WeightDifference) -> list[str]:
@@ -66,22 +71,6 @@ def cells(found: WeightDifference) -> list[str]:
     sizes = ("" if each is None else f"{each:.3g}" for each in (found.largest, found.relative))
     texts = [found.name, found.a or "-", found.b or "-", *counts, *sizes, found.cause]
     return [printable(each) for each in texts]
-
-
-def table(differences: Sequence[WeightDifference]) -> list[str]:
-    """Return the lines of the table, the last of which is empty; none without a difference."""
-    if not differences:
-        return []
-    rows = [list(HEAD), *map(cells, differences)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 3 <= i <= 6 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:], ""]
 
 
 def as_html(summary: str, differences: Sequence[WeightDifference]) -> str:

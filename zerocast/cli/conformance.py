@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from zerocast.cli.output import add_output
+from zerocast.cli.output import add_output, aligned, progress
 from zerocast.errors import InputError
 from zerocast.lab.conformance import (
     PACKAGES,
@@ -18,7 +18,6 @@ from zerocast.lab.conformance import (
     score,
     write_packs,
 )
-from zerocast.lab.costs.cost_tables import markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", nargs="?", metavar="PACKAGE", help=f"{known}; or module:name")
     parser.add_argument("--packs", type=Path, metavar="DIRECTORY", help="write the packs there")
     add_output(parser, "packs", is_directory=True)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def run(given: argparse.Namespace) -> tuple[str, int]:
+def run(given: argparse.Namespace) -> tuple[Any, int]:
     """Return the output and the exit code, which is 1 if a byte differs.
 
     Raises:
@@ -39,26 +37,33 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     if given.package is None and given.packs is None:
         raise InputError("give PACKAGE to be measured, or --packs DIRECTORY to write the packs to.")
     with contextlib.redirect_stdout(sys.stderr):  # packages may print
-        package = None if given.package is None else package_of(given.package)
-        made = packs()
-        scores = score(package, made) if package is not None else []
-    if given.draft is not None:
-        written = (
-            f"{write_packs(given.draft, made)} packs of version {VERSION} written to {given.packs}"
-        )
+        return _run(given)
+
+
+def _run(given: argparse.Namespace) -> tuple[Any, int]:
+    package = None if given.package is None else package_of(given.package)
+    made = packs()
+    written = 0 if given.draft is None else write_packs(given.draft, made)
     if package is None:
-        return written, 0
+        text = f"{written} packs of version {VERSION} written to {given.packs}"
+        return {"packs": VERSION, "written": written} if given.json else text, 0
+    scores = list[Score]()
+    known = package.encodes.keys() | package.writes.keys() | package.gathers.keys()
+    offered = [pack for pack in made if pack.subject in known]
+    with progress("conform", len(offered), "packs") as add:
+        for pack in offered:
+            scores += score(package, [pack])
+            add(1)
     code = int(any(each.different for each in scores))
     if given.json:
-        made_by = {"package": package.title, "packs": VERSION}
-        found = {**made_by, "scores": [asdict(each) for each in scores]}
-        return json.dumps(found, indent=1), code
+        found = {"package": package.title, "packs": VERSION}
+        return {**found, "scores": [asdict(each) for each in scores]}, code
     rows = [[f"{s.level}: {s.subject}", f"{s.compared:,}", f"{s.different:,}"] for s in scores]
     found_levels = {each.level for each in scores}
     absent = dict.fromkeys(pack.level for pack in made if pack.level not in found_levels)
     parts = [
         f"{package.title}, by {len(scores)} of {len(made)} packs of version {VERSION}",
-        markdown(["pack", "bytes", "different"], rows),
+        "\n".join(aligned(["pack", "bytes", "different"], rows)),
         f"Not offered: {', '.join(absent)}." if absent else "",
         *map(explanation, scores),
     ]

@@ -1,11 +1,8 @@
 """convert: casts a checkpoint of safetensors to a dialect, or decodes it to high precision."""
 
 import argparse
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,15 @@ import torch
 
 from zerocast.arguments import shown_bytes
 from zerocast.cast.amax_groups import AUTO, Groups
-from zerocast.cli.stored_checksums import checksums
+from zerocast.cli.output import progress
+from zerocast.cli.stored_checksums import checksums, lines_of
 from zerocast.comm import Group
 from zerocast.errors import InputError
 from zerocast.export.checkpoint_conversion import HIGH_PRECISION, CheckpointConversion
 from zerocast.export.known_dialects import KNOWN_DIALECTS, as_dialect
 from zerocast.export.stored_files import read_json
 from zerocast.lab.conformance.stored_values import check_stored
-from zerocast.recipes import short_name
+from zerocast.recipes import in_words
 from zerocast.recipes.recipe_patterns import ALL, Recipes
 from zerocast.safe_files import printable
 from zerocast.sharded.report import grouped_names
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", type=Path, metavar="SOURCE", help="a directory of safetensors files")
     add("target", type=Path, metavar="TARGET", help="the directory to make")
     known = [*HIGH_PRECISION, *KNOWN_DIALECTS]
-    add("--to", required=True, metavar="DIALECT", choices=known, help=", ".join(known))
+    add("--to", required=True, metavar="DIALECT", help=", ".join(known))
     add("--from", dest="dialect", metavar="DIALECT", help="of SOURCE (that of its config.json)")
     several: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATTERN"}
     pair = "PATTERN=RECIPE, of layers; or a JSON file of such pairs; the first that fits decides"
@@ -49,10 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="say what would be done")
     add("--verify", action="store_true", help="read TARGET back and compare")
     add("--checksums", action="store_true", help=f"write the SHA-256 of tensors to {CHECKSUMS}")
-    add("--json", action="store_true", help="print JSON instead of text")
 
 
-def run(given: argparse.Namespace) -> tuple[str, int]:
+def run(given: argparse.Namespace) -> tuple[Any, int]:
     """Return the output and the exit code, which is 1 if ``--verify`` finds a difference.
 
     Raises:
@@ -75,16 +72,18 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
     found = _described(conversion)
     if given.dry_run:
         return "" if conversion.comm.rank else _output(given, found), 0
-    with _Bar("convert", conversion.value_bytes, conversion.comm.rank) as progress:
-        sizes = conversion.run(progress)
+    total, is_first = conversion.value_bytes, conversion.comm.rank == 0
+    with progress("convert", total // conversion.comm.size, is_shown=is_first) as add:
+        sizes = conversion.run(add)
     found["files"], found["seconds"] = sizes, round(time.monotonic() - started, 1)
     if conversion.comm.rank:
         return "", 0
     if given.verify:
-        with _Bar("verify", conversion.value_bytes) as progress:
-            found["different"] = check_stored(conversion, progress)
+        with progress("verify", total) as add:
+            found["different"] = check_stored(conversion, add)
     if given.checksums:
-        (conversion.target / CHECKSUMS).write_text(checksums(conversion.target)[0] + "\n")
+        sums = lines_of(checksums(conversion.target))
+        (conversion.target / CHECKSUMS).write_text(sums + "\n")
     return _output(given, found), int(bool(found.get("different")))
 
 
@@ -127,7 +126,7 @@ def _described(conversion: CheckpointConversion) -> dict[str, Any]:
     for each in conversion.entries:
         own = f"{each.dtype}".removeprefix("torch.")
         if each.recipe is not None:
-            own = f"{each.dialect.name}, {short_name(each.recipe)}"
+            own = f"{each.dialect.name}: {in_words(each.recipe)}"
         by_format.setdefault(own, []).append(each.stored)
     left: dict[str, list[str]] = {}
     for name, reason in conversion.left.items():
@@ -140,12 +139,13 @@ def _described(conversion: CheckpointConversion) -> dict[str, Any]:
     }
 
 
-def _output(given: argparse.Namespace, found: dict[str, Any]) -> str:
+def _output(given: argparse.Namespace, found: dict[str, Any]) -> Any:
     if given.json:
-        return json.dumps(found, indent=1)
+        return found
     values, target = found["bytes"]["values"], found["bytes"]["target"]
     lines = [
-        f"{found['target']}: {shown_bytes(target)} of tensors, from {shown_bytes(values)} of values"
+        f"{found['target']}: {shown_bytes(target)} of tensors, "
+        f"{100 * target / max(values, 1):.0f} % of {shown_bytes(values)} of values"
     ]
     lines += [f"  {count} tensors as {form}" for form, count in found["formats"].items()]
     for reason, names in found["left"].items():
@@ -158,42 +158,7 @@ def _output(given: argparse.Namespace, found: dict[str, Any]) -> str:
         lines.append("read back: equal" if not wrong else f"read back: {len(wrong)} differ: ")
         lines += [f"  {printable(name)}" for name in wrong[:20]]
     if given.to not in HIGH_PRECISION and "seconds" in found:
-        lines.append("No calibration data was used; see docs/convert.md for what that costs.")
-    return "\n".join(lines)
-
-
-class _Bar:
-    """Progress on stderr: bytes, bytes a second and the time left. Rank 0 alone shows it.
-
-    Args:
-        title: what is done.
-        total: the bytes of it.
-        rank: this rank.
-    """
-
-    def __init__(self, title: str, total: int, rank: int = 0) -> None:
-        self._title, self._total, self._rank = title, total, rank
-        self._done, self._started, self._shown = 0, time.monotonic(), 0.0
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self._add
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown and sys.stderr.isatty():
-            sys.stderr.write("\n")
-
-    def _add(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        is_terminal = sys.stderr.isatty()
-        if self._rank or now - self._shown < (0.2 if is_terminal else 10):
-            return
-        self._shown = now
-        rate = self._done / max(now - self._started, 1e-3)
-        left = (self._total - self._done) / max(rate, 1)
-        text = (
-            f"{self._title}: {self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, "
-            f"{rate / 1e9:.2f} GB/s, {left:.0f} s left"
+        lines.append(
+            "No calibration data was used: what needs scales of inputs has --input-scales."
         )
-        sys.stderr.write(f"\r{text:<70}" if is_terminal else f"{text}\n")
-        sys.stderr.flush()
+    return "\n".join(lines)

@@ -4,9 +4,9 @@ Every finding has a status: ``ok``; ``missing``, something optional that is not 
 correct but slower than possible; ``wrong``, which makes the exit code 1.
 """
 
+import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ import zerocast
 from zerocast.backends import backend_for, native_library
 from zerocast.cli.self_check import compare_casts, recipes
 from zerocast.errors import OLDEST_TORCH, BackendError
+from zerocast.recipes import in_words
 
 PACKAGES = {
     "numpy": "not needed; without it torch warns once when it is imported",
@@ -59,8 +60,25 @@ class Finding(NamedTuple):
     text: str
 
 
-def report(*, as_json: bool = False) -> tuple[str, int]:
-    """Return the report as text or JSON, and the exit code: 1 if a finding is ``wrong``."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command: none."""
+
+
+def run(given: argparse.Namespace) -> tuple[Any, int]:
+    """Return the output and the exit code, which is 1 if a finding is ``wrong``."""
+    sections = report()
+    found = [{"section": s, **f._asdict()} for s, findings in sections.items() for f in findings]
+    code = int(any(each["status"] == "wrong" for each in found))
+    if given.json:
+        return found, code
+    lines = []
+    for title, findings in sections.items():
+        lines += [title, *(f"  {f.status:9}{f.name:28}{f.text}" for f in findings)]
+    return "\n".join(lines), code
+
+
+def report() -> dict[str, list[Finding]]:
+    """Return all findings by section."""
     sections = {
         "Versions": versions(),
         "Processor": processor(),
@@ -71,16 +89,7 @@ def report(*, as_json: bool = False) -> tuple[str, int]:
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         title = f"Cast on 3 ranks, compared with the unsharded cast ({device})"
         sections[title] = casts(torch.device(device))
-    findings = [(section, finding) for section, found in sections.items() for finding in found]
-    code = int(any(finding.status == "wrong" for _, finding in findings))
-    if as_json:
-        rows = [{"section": section, **finding._asdict()} for section, finding in findings]
-        return json.dumps(rows, indent=1), code
-    lines = []
-    for title in sections:
-        found = [finding for section, finding in findings if section == title]
-        lines += [title, *(f"  {f.status:9}{f.name:28}{f.text}" for f in found)]
-    return "\n".join(lines), code
+    return {title: list(findings) for title, findings in sections.items()}
 
 
 def versions() -> Iterator[Finding]:
@@ -188,4 +197,5 @@ def casts(device: torch.device) -> Iterator[Finding]:
         except Exception as error:  # noqa: PERF203  (what fails here is what is asked for)
             yield Finding(name, "wrong", f"{type(error).__name__}: {error}")
         else:
-            yield Finding(name, "ok", f"{compared:,} bytes are equal on every rank")
+            text = f"{in_words(recipe)}: {compared:,} bytes are equal on every rank"
+            yield Finding(name, "ok", text)

@@ -1,13 +1,14 @@
 """estimate: computes the bytes, launches and memory of a step, compared with BF16 and FP8."""
 
 import argparse
-import json
+from typing import Any
 
 import torch
 
+from zerocast.cli.cost_tables import as_json, tables
+from zerocast.cli.output import progress
 from zerocast.lab.costs import MODELS, StepOptions, compare_gathers
-from zerocast.lab.costs.cost_tables import as_json, tables
-from zerocast.recipes import NAMED
+from zerocast.recipes import NAMED, as_recipe, in_words
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = ", ".join(MODELS)
     parser.add_argument("model", metavar="MODEL", help=f"{named}, or a config.json of transformers")
     add = parser.add_argument
-    add("--recipe", default="nvfp4", choices=list(NAMED), help="of the weights (nvfp4)")
+    add("--recipe", default="nvfp4", help=f"of the weights (nvfp4): {', '.join(NAMED)}")
     add("--dp", default=[1024], type=numbers, metavar="N,...", help="data-parallel ranks (1024)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
     add("--rank", type=int, default=0, help="which data-parallel rank (0)")
@@ -30,17 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bucket-size", type=int, metavar="ELEMENTS", help="of a bucket (2^23 with an overlap)")
     add("--backward-passes", type=int, default=1, help="of a step (1)")
     add("--device", default="cuda", choices=["cuda", "cpu"], help="whose launches (cuda)")
-    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def numbers(text: str) -> list[int]:
     """Return the numbers in a comma-separated argument. Separate arguments are not possible, since
     MODEL may follow the options.
+
+    Raises:
+        ArgumentTypeError: for anything else.
     """
+    if not all(each.isdecimal() for each in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be numbers such as 8,64, got {text!r}")
     return [int(each) for each in text.split(",")]
 
 
-def run(given: argparse.Namespace) -> tuple[str, int]:
+def run(given: argparse.Namespace) -> tuple[Any, int]:
     """Return the output and the exit code.
 
     Raises:
@@ -56,26 +61,29 @@ def run(given: argparse.Namespace) -> tuple[str, int]:
         exchange=given.exchange,
         device=given.device,
     )
-    by_ranks = [
-        compare_gathers(
-            given.model,
-            given.recipe,
-            dp,
-            rank=given.rank,
-            tp=given.tp,
-            filter_fqns=given.filter,
-            options=options,
-        )
-        for dp in given.dp
-    ]
+    with progress("estimate", 3 * len(given.dp), "steps") as add:
+        by_ranks = [
+            compare_gathers(
+                given.model,
+                given.recipe,
+                dp,
+                done=add,
+                rank=given.rank,
+                tp=given.tp,
+                filter_fqns=given.filter,
+                options=options,
+            )
+            for dp in given.dp
+        ]
     if given.json:
-        return json.dumps([as_json(each) for each in by_ranks], indent=1), 0
+        return [as_json(each) for each in by_ranks], 0
     pages = []
     for dp, estimates in zip(given.dp, by_ranks, strict=True):
         elements = next(iter(estimates.values())).elements
         head = (
             f"{given.model}: rank {given.rank} of {dp:,} data-parallel ranks, {given.tp} of tensor "
-            f"parallelism; {elements:,} elements a rank."
+            f"parallelism; {elements:,} elements a rank.\n"
+            f"{given.recipe}: {in_words(as_recipe(given.recipe))}. FP8: one scale a tensor."
         )
-        pages += [head, tables(estimates)]
+        pages += [head, *tables(estimates)]
     return "\n\n".join(pages), 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import html
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from zerocast.arguments import shown_bytes
-from zerocast.cli.checkpoint_files import entries
+from zerocast.cli.checkpoint_files import entries, sources
 from zerocast.cli.description import TensorDescription, describe
+from zerocast.cli.output import add_output, aligned, progress
 from zerocast.errors import InputError, ZerocastError
 from zerocast.safe_files import printable
 
@@ -23,41 +26,60 @@ STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
 table { border-collapse: collapse }
 th, td { padding: 4px 10px; border-bottom: 1px solid #ddd; text-align: right }
-th:first-child, td:first-child, td:nth-child(4) { text-align: left }
+th:first-child, td:first-child, th:nth-child(4), td:nth-child(4) { text-align: left }
 td:first-child { font-family: ui-monospace, monospace }
 .bad { color: #b00020; font-weight: bold }
 rect { fill: #3367d6 }
 """
 
 
-def inspect(path: Path, *, as_json: bool = False, page: Path | None = None) -> tuple[str, int]:
-    """Return the output for the checkpoint at ``path``, and the exit code.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    held = "of torch.save or safetensors, or a directory of these or of torch's DCP"
+    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=held)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+    add_output(parser, "html", reads=lambda given: sources(given.path))
 
-    Args:
-        path: a file or directory that :func:`zerocast.cli.checkpoint_files.entries` can read.
-        as_json: whether to print a list of :class:`TensorDescription` instead of a table.
-        page: a file to which an HTML page is also written.
+
+def run(given: argparse.Namespace) -> tuple[Any, int]:
+    """Return the output and the exit code.
 
     Raises:
         InputError, OSError: if the checkpoint cannot be read, or the page cannot be written.
     """
+    described, others = inspect(given.path)
+    if given.draft is not None:
+        text = as_html(str(given.path), described, others)
+        given.draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+    if given.json:
+        return [asdict(each) for each in described], 0
+    return "\n".join([*table(described), "", summary(described, others)]), 0
+
+
+def inspect(path: Path) -> tuple[list[TensorDescription], list[str]]:
+    """Return the descriptions of the tensors in a checkpoint, and the names of its other entries.
+
+    Args:
+        path: a file or directory that :func:`zerocast.cli.checkpoint_files.entries` can read.
+
+    Raises:
+        InputError, OSError: if the checkpoint cannot be read.
+    """
     described, others = [], []
+    stored = sum(file.stat().st_size for file in sources(path) if file.is_file())
     try:
-        for name, tensor in entries(path):
-            if tensor is None:
-                others.append(name)
-            else:
-                described.append(describe(name, tensor))
+        with progress("inspect", stored) as add:
+            for name, tensor in entries(path):
+                if tensor is None:
+                    others.append(name)
+                else:
+                    described.append(describe(name, tensor))
+                    add(described[-1].nbytes)
     except (ZerocastError, OSError, MemoryError, RecursionError):
         raise
     except Exception as error:  # attributes in a file may shadow the methods of its objects
         raise InputError(f"{path} cannot be shown: {type(error).__name__}: {error}") from error
-    if page is not None:
-        text = as_html(str(path), described, others)
-        page.write_text(text, encoding="utf-8", errors="backslashreplace")
-    if as_json:
-        return json.dumps([asdict(each) for each in described], indent=1), 0
-    return "\n".join([*table(described), "", summary(described, others)]), 0
+    return described, others
 
 
 def cells(about: TensorDescription) -> list[str]:
@@ -79,26 +101,23 @@ def cells(about: TensorDescription) -> list[str]:
 
 
 def table(described: Sequence[TensorDescription]) -> list[str]:
-    """Return the lines of the table."""
-    rows = [list(HEAD), *([printable(cell) for cell in cells(each)] for each in described)]
-    kept = [i for i in range(len(HEAD)) if i < 5 or any(row[i] for row in rows[1:])]
-    widths = {i: max(len(row[i]) for row in rows) for i in kept}
-    lines = [
-        "  ".join(
-            row[i].ljust(widths[i]) if i in (0, 2, 3) else row[i].rjust(widths[i]) for i in kept
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+    """Return the lines of the table, without columns that would be empty."""
+    rows = [[printable(cell) for cell in cells(each)] for each in described]
+    kept = [i for i in range(len(HEAD)) if i < 3 or any(row[i] for row in rows)]
+    lefts = [place for place, i in enumerate(kept) if i in (0, 2, 3)]
+    return aligned([HEAD[i] for i in kept], [[row[i] for i in kept] for row in rows], lefts)
 
 
 def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> str:
     """Return a summary of all tensors and other entries."""
-    quantized = [each for each in described if each.recipe]
-    text = (
-        f"{len(described)} tensors, {shown_bytes(sum(each.nbytes for each in described))}; "
-        f"{len(quantized)} are quantized, {shown_bytes(sum(each.nbytes for each in quantized))}."
-    )
+    text = f"{len(described)} tensors, {shown_bytes(sum(each.nbytes for each in described))}."
+    if quantized := [each for each in described if each.recipe]:
+        held = sum(each.nbytes for each in quantized)
+        plain = sum(2 * math.prod(each.shape) for each in quantized)
+        text += (
+            f" {len(quantized)} are quantized: {shown_bytes(held)}, where BF16 takes "
+            f"{shown_bytes(plain)}."
+        )
     if others:
         named = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
         text += f" {len(others)} entries are not tensors: {printable(named)}."

@@ -1,11 +1,18 @@
-"""Output paths of commands: checked before any work, and written completely or not at all."""
+"""What commands print, and the paths that they write to.
+
+Paths are checked before any work, and written completely or not at all. Tables are printed whole,
+whatever the width of the terminal. Progress is shown on stderr, and only if that is a terminal.
+"""
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerocast.arguments import shown_bytes
 from zerocast.errors import InputError
 from zerocast.safe_files import drafts_in, publish
 
@@ -51,3 +58,55 @@ def drafted(given: argparse.Namespace) -> Iterator[Path | None]:
     with drafts_in(path if given.is_directory else path.parent) as drafts:
         yield drafts if given.is_directory else drafts / path.name
         publish(drafts, overwrite=given.overwrite)
+
+
+def aligned(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)
+) -> list[str]:
+    """Return the lines of a table whose columns are right-aligned, except those at ``left``."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+@contextmanager
+def progress(
+    title: str, total: int, unit: str = "", *, is_shown: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes what was done since its last call. After two seconds it shows
+    what was done, the rate and the time left, in a line that is removed at the end.
+
+    Args:
+        title: what is done.
+        total: how much there is to do.
+        unit: what is counted; bytes by default.
+        is_shown: False on ranks that show nothing.
+    """
+    started, done, following = time.monotonic(), 0, 2.0
+    is_shown = is_shown and sys.stderr.isatty()
+
+    def add(amount: int) -> None:
+        nonlocal done, following
+        done += amount
+        seconds = time.monotonic() - started
+        if is_shown and done and seconds >= following:
+            following = seconds + 0.2
+            minutes, left = divmod(round(max(total - done, 0) * seconds / done), 60)
+            text = f"{done:,} of {total:,} {unit}"
+            if not unit:
+                rate = shown_bytes(done / seconds)
+                text = f"{shown_bytes(done)} of {shown_bytes(total)}, {rate} a second"
+            sys.stderr.write(f"\r{f'{title}: {text}, {minutes} min {left:02} s left':<79}")
+            sys.stderr.flush()
+
+    try:
+        yield add
+    finally:
+        if following > 2:
+            sys.stderr.write(f"\r{'':79}\r")

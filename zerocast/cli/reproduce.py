@@ -5,8 +5,10 @@ the reference backend and by the cpu backend, and from the same shards on thread
 the rank held, and the other casts, are compared with those of the reference backend.
 """
 
+import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from zerocast.arguments import check_integer
 from zerocast.backends import use_backend
 from zerocast.cast.fault_file import read_fault
-from zerocast.cast.whole_cast import HeldWeight, first_difference
+from zerocast.cast.whole_cast import Difference, HeldWeight, first_difference
 from zerocast.comm import SingleRank
 from zerocast.errors import InputError
 from zerocast.lab.threaded_cast import cast_on_threads
@@ -147,33 +149,54 @@ class Fault:
         return [weight.quantized_storage for weight in found]
 
 
-def reproduce(path: Path) -> tuple[str, int]:
-    """Return the differences as text, and the exit code: 1 if there is any."""
-    fault = Fault(path)
-    expected = fault.cast_whole("reference")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("path", type=Path, metavar="FILE", help="that verify left")
+
+
+def run(given: argparse.Namespace) -> tuple[Any, int]:
+    """Return the output and the exit code, which is 1 if a cast has other bytes than the reference.
+
+    Raises:
+        InputError: if the file cannot be read, or its cast cannot be repeated.
+    """
+    fault, found = reproduce(given.path)
+    faults = sum(each is not None for each in found.values())
+    if given.json:
+        casts = {what: None if each is None else asdict(each) for what, each in found.items()}
+        return {"weight": fault.title, "casts": casts}, int(faults > 0)
     lines = [fault.title]
-    casts = {"held": [fault.held], "cast whole by the cpu backend": [fault.cast_whole("cpu")]}
-    if fault.stands_alone:
-        shards = f"the shards of {len(fault.owners)} ranks on {len(fault.cuts) - 1} threads"
-        casts[f"cast from {shards}"] = fault.cast_sharded()
-    faults = 0
-    for what, storages in casts.items():
-        for storage in storages:
-            found = first_difference(HeldWeight(fault.name, storage, fault.owners, None), expected)
-            if found is not None:
-                break
-        if found is None:
+    for what, each in found.items():
+        if each is None:
             lines.append(f"{what}: the bytes that the reference casts")
             continue
-        faults += 1
-        owner = f", of the shard of rank {found.owner}," if found.owner >= 0 else ""
+        owner = f", of the shard of rank {each.owner}," if each.owner >= 0 else ""
         lines.append(
-            f"{what}: {found.count} of {found.buffer} differ from what the reference casts: "
-            f"{found.held} at element {list(found.place)}{owner} where that is {found.cast}"
+            f"{what}: {each.count:,} of {each.buffer} differ from what the reference casts: "
+            f"{each.held} at element {list(each.place)}{owner} where that is {each.cast}"
         )
-    if faults == 1 and len(casts) > 1:
+    if faults == 1 and len(found) > 1:
         lines.append(
             "This machine casts the right bytes, so memory, the transport, other code or another "
             "recipe gave the wrong ones."
         )
     return "\n".join(map(printable, lines)), int(faults > 0)
+
+
+def reproduce(path: Path) -> tuple[Fault, dict[str, Difference | None]]:
+    """Return the cast in a file, and the first difference of what the rank held, and of each cast
+    of it, from that of the reference backend; None where there is none.
+    """
+    fault = Fault(path)
+    expected = fault.cast_whole("reference")
+    casts = {"held": [fault.held], "cast whole by the cpu backend": [fault.cast_whole("cpu")]}
+    if fault.stands_alone:
+        shards = f"the shards of {len(fault.owners)} ranks on {len(fault.cuts) - 1} threads"
+        casts[f"cast from {shards}"] = fault.cast_sharded()
+
+    def first(storage: QuantizedStorage) -> Difference | None:
+        return first_difference(HeldWeight(fault.name, storage, fault.owners, None), expected)
+
+    return fault, {
+        what: next(filter(None, map(first, storages)), None) for what, storages in casts.items()
+    }

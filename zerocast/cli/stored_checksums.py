@@ -1,22 +1,38 @@
 """checksums: the SHA-256 of each tensor's bytes in safetensors files, read without that package."""
 
+import argparse
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from zerocast.cli.output import progress
 from zerocast.errors import InputError
 from zerocast.safe_files import open_regular, printable, read_tensor_table
 
 _CHUNK = 1 << 20  # bytes that are read at once
 
 
-def checksums(path: Path, *, as_json: bool = False) -> tuple[str, int]:
-    """Return the output for a safetensors file, or a directory of them, and the exit code.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    stored = "of safetensors, or a directory of these"
+    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help=stored)
 
-    Args:
-        path: the file; or the directory, whose files are read in the order of their names.
-        as_json: whether to print an object from names to checksums instead of lines.
+
+def run(given: argparse.Namespace) -> tuple[Any, int]:
+    """Return the output and the exit code. Raise as :func:`checksums`."""
+    found = checksums(given.path)
+    return found if given.json else lines_of(found), 0
+
+
+def lines_of(found: Mapping[str, str]) -> str:
+    """Return lines of checksums and names."""
+    return "\n".join(f"{checksum}  {printable(name)}" for name, checksum in found.items())
+
+
+def checksums(path: Path) -> dict[str, str]:
+    """Return the checksums by name of a safetensors file, or of a directory of them, whose files
+    are read in the order of their names.
 
     Raises:
         InputError: if a file is damaged, or two files have a tensor of the same name.
@@ -28,17 +44,16 @@ def checksums(path: Path, *, as_json: bool = False) -> tuple[str, int]:
             f"checksums needs a .safetensors file or a directory of them, {path} has none."
         )
     found: dict[str, str] = {}
-    for file in files:
-        for name, checksum in _of_file(file):
-            if name in found:
-                raise InputError(f"{path} has two tensors {name}, the second in {file.name}.")
-            found[name] = checksum
-    if as_json:
-        return json.dumps(found, indent=1), 0
-    return "\n".join(f"{checksum}  {printable(name)}" for name, checksum in found.items()), 0
+    with progress("checksums", sum(file.stat().st_size for file in files)) as add:
+        for file in files:
+            for name, checksum in _of_file(file, add):
+                if name in found:
+                    raise InputError(f"{path} has two tensors {name}, the second in {file.name}.")
+                found[name] = checksum
+    return found
 
 
-def _of_file(path: Path) -> Iterator[tuple[str, str]]:
+def _of_file(path: Path, add: Callable[[int], None]) -> Iterator[tuple[str, str]]:
     """Yield the name and checksum of each tensor of a file, in the order of their bytes."""
     with open_regular(path) as file:
         try:
@@ -48,5 +63,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, str]]:
         for each in table:
             found = hashlib.sha256()
             for at in range(each.start, each.end, _CHUNK):
-                found.update(file.read(min(_CHUNK, each.end - at)))
+                data = file.read(min(_CHUNK, each.end - at))
+                found.update(data)
+                add(len(data))
             yield each.name, found.hexdigest()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zerocast.arguments import did_you_mean
 from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect
 from zerocast.export.mixed import MixedDialect, module_of_experts
@@ -67,10 +68,11 @@ class ChosenWeights:
                 except InputError as reason:
                     self.left[name] = str(reason)
         unknown = [each for each in (*include, *exclude) if each not in self._fitting]
-        if unknown and (self.left or self.recipes):
+        if unknown and (names := [*self.left, *self.recipes]):
             raise InputError(
                 f"each pattern of layers to include or exclude must fit the name of one, got "
-                f"{unknown[0]!r}, which fits none of {', '.join([*self.left, *self.recipes][:4])}."
+                f"{unknown[0]!r}, which fits none of {', '.join(names[:4])}, ..."
+                f"{did_you_mean(unknown[0], names)}"
             )
         if self._patterns is not None:
             self._patterns.check_all_decide()

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from zerocast.arguments import shown
+from zerocast.arguments import did_you_mean, shown
 from zerocast.errors import InputError
 from zerocast.export.entries import ExportSource, stored_tensors
 from zerocast.recipes import Recipe
@@ -44,6 +44,7 @@ def included_weights(source: ExportSource, names: Include) -> dict[str, Recipe |
             raise InputError(
                 f"each name in include must be that of a linear layer, or a pattern with * that "
                 f"matches some, got {name!r}, which matches none of {', '.join(linear[:4])}, ..."
+                f"{did_you_mean(name, linear)}"
             )
         weights = {f"{module}.weight" if module else "weight" for module in matching}
         if not weights & stored.keys():

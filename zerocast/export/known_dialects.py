@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerocast.arguments import did_you_mean
 from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect, Section
 from zerocast.export.mixed import MixedDialect
@@ -342,6 +343,6 @@ def as_dialect(dialect: Dialect | str) -> Dialect:
     if not isinstance(dialect, str) or dialect not in KNOWN_DIALECTS:
         raise InputError(
             f"dialect must be one of {', '.join(KNOWN_DIALECTS)}, or a zerocast.export.Dialect, "
-            f"got {dialect!r}."
+            f"got {dialect!r}.{did_you_mean(dialect, KNOWN_DIALECTS)}"
         )
     return KNOWN_DIALECTS[dialect]

@@ -2,12 +2,12 @@
 size.
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
+from zerocast.arguments import did_you_mean
 from zerocast.errors import InputError
 from zerocast.layout import FULL
 from zerocast.recipes import Recipe
@@ -89,10 +89,8 @@ def why_small(recipe: Recipe, shape: Sequence[int]) -> str | None:
 
 
 def _matches_nothing(part: str, names: Sequence[str]) -> InputError:
-    known = {piece for name in names for piece in (name, name.rpartition(".")[2]) if piece}
-    near = difflib.get_close_matches(part, sorted(known), n=4, cutoff=0.5)
     return InputError(
         f"each part of a name in filter_fqns must be in one of the model's names, got {part!r}, "
-        f"which is in none of them (near it: {', '.join(near) or 'nothing'}); correct it, or "
-        f"remove it. {AUTO_FILTER!r} filters by size."
+        f"which is in none of them; correct it, or remove it. {AUTO_FILTER!r} filters by size."
+        f"{did_you_mean(part, names)}"
     )

@@ -13,6 +13,7 @@ from zerocast.recipes.named import (
     NAMED,
     RECIPES,
     as_recipe,
+    in_words,
     recipe_from_text,
     recipe_to_values,
     short_name,

@@ -5,8 +5,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from zerocast.arguments import shown
+from zerocast.arguments import did_you_mean, shown
 from zerocast.errors import InputError, ZerocastError
+from zerocast.layout import FULL
 from zerocast.recipes.delayed_scaling import DelayedScaling
 from zerocast.recipes.float8_block_scaling import Float8BlockScaling
 from zerocast.recipes.float8_current_scaling import Float8CurrentScaling
@@ -67,7 +68,7 @@ def as_recipe(
     known = ", ".join(map(repr, names))
     raise InputError(
         f"{what} must be a zerocast recipe such as NVFP4BlockScaling(), or the name of one "
-        f"({known}), got {shown(recipe)}."
+        f"({known}), got {shown(recipe)}.{did_you_mean(recipe, names)}"
     )
 
 
@@ -75,6 +76,18 @@ def short_name(recipe: Recipe) -> str:
     """Return the text by which reports name a recipe: that of a variant is its short name."""
     names = (name for name, each in NAMED.items() if each == recipe and name not in RECIPES)
     return next(names, str(recipe))
+
+
+def in_words(recipe: Recipe) -> str:
+    """Return the format of a recipe's weights and what has a scale: "FP8, one scale a tensor"."""
+    height, width = recipe.block
+    what = "tensor" if height == FULL else "row" if width == FULL else f"{height}x{width} block"
+    kind = type(recipe).__name__.removesuffix("Scaling").removesuffix("Block")
+    kind = kind if kind.startswith(("NV", "MX")) else "FP8"
+    kind += ", 4-over-6" if recipe.chooses_scales else ""
+    return f"{kind}, one scale a {what}" + (
+        ", of earlier casts" if recipe.casts_before_reduction else ""
+    )
 
 
 def recipe_from_text(text: str) -> Recipe:

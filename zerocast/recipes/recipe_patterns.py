@@ -13,15 +13,13 @@ dimensions with two matrices or more. There are two exceptions:
   names them. ``*`` decides for these, too.
 """
 
-import difflib
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 
-from zerocast.arguments import shown
+from zerocast.arguments import did_you_mean, shown
 from zerocast.errors import InputError
 from zerocast.recipes.named import as_recipe
 from zerocast.recipes.recipe import Recipe
@@ -89,10 +87,11 @@ class RecipePatterns:
                 continue
             fits = [names for names in self._seen if fnmatch.filter(names, pattern)]
             if not fits:
+                near = did_you_mean(pattern, [names[0] for names in self._seen])
                 raise InputError(
                     "each pattern in recipe must fit the whole name of a linear layer, or of a "
-                    f"weight that can be included, got {pattern!r}, which fits none (near it: "
-                    f"{', '.join(self._near(pattern)) or 'nothing'}); correct it, or remove it."
+                    f"weight that can be included, got {pattern!r}, which fits none; correct it, "
+                    f"or remove it.{near}"
                 )
             firsts = [self._first(names) for names in fits]
             if earlier := [first for first in firsts if first != pattern]:
@@ -111,13 +110,3 @@ class RecipePatterns:
         """Return the first pattern that fits any of ``names``."""
         fits = (p for p in self._recipes if any(fnmatch.fnmatchcase(n, p) for n in names))
         return next(fits, None)
-
-    def _near(self, pattern: str) -> list[str]:
-        """Return whole names of which a part is like a part of ``pattern``; four at most."""
-        by_part: dict[str, list[str]] = {}
-        for name in (names[0] for names in self._seen):
-            for part in {name, *name.split(".")}:
-                by_part.setdefault(part, []).append(name)
-        pieces = [piece for piece in re.split(r"[.*?]+", pattern) if piece]
-        found = (difflib.get_close_matches(piece, by_part, n=4, cutoff=0.5) for piece in pieces)
-        return list(dict.fromkeys(name for near in found for p in near for name in by_part[p]))[:4]

@@ -154,7 +154,7 @@ def test_options_and_the_model_stand_in_any_order(small: str, capsys) -> None:
     assert printed == printed[:1] * 3
     with pytest.raises(SystemExit):
         main(["estimate", "--dp", small, small])
-    assert f"argument --dp: invalid numbers value: {small!r}" in capsys.readouterr().err
+    assert f"--dp: must be numbers such as 8,64, got {small!r}" in capsys.readouterr().err
 
 
 def test_weights_with_memory_are_refused() -> None:

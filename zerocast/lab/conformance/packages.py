@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zerocast import InputError, QuantizedTensor, empty, quantize
+from zerocast.arguments import did_you_mean
 from zerocast.export import DIALECTS, Dialect
 from zerocast.lab.conformance.case_packs import blocks_of
 from zerocast.lab.conformance.causes import block_amaxes
@@ -66,7 +67,8 @@ def package_of(name: str) -> Package:
     if name not in PACKAGES and ":" not in name:
         known = ", ".join(PACKAGES)
         needed = "module:attribute that is a zerocast.lab.conformance.Package"
-        raise InputError(f"PACKAGE must be one of {known}, or {needed}, got {name!r}.")
+        near = did_you_mean(name, PACKAGES)
+        raise InputError(f"PACKAGE must be one of {known}, or {needed}, got {name!r}.{near}")
     try:
         found = PACKAGES[name]() if name in PACKAGES else pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:

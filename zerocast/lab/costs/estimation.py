@@ -1,6 +1,6 @@
 """Estimate: the bytes, launches and memory of a step of ZeroOptimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,12 +122,22 @@ def estimate_model(
 
 
 def compare_gathers(
-    model: str | Path, recipe: Recipe | str, dp: int, **options: Any
+    model: str | Path,
+    recipe: Recipe | str,
+    dp: int,
+    *,
+    done: Callable[[int], None] = lambda count: None,
+    **options: Any,
 ) -> dict[str, Estimate]:
     """Estimate a step with ``recipe``, with BF16 weights, and with FP8 weights with one scale each.
 
-    The arguments are those of :func:`estimate_model`; the result is by name of the configuration.
+    The arguments are those of :func:`estimate_model`, and a function that is called with 1 after
+    each estimate; the result is by name of the configuration.
     """
     name = recipe if isinstance(recipe, str) else describe_recipe(recipe)
     recipes: dict[str, Recipe | str | None] = {name: recipe, "BF16": None, "FP8": "current"}
-    return {name: estimate_model(model, each, dp, **options) for name, each in recipes.items()}
+    found = {}
+    for name, each in recipes.items():
+        found[name] = estimate_model(model, each, dp, **options)
+        done(1)
+    return found

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zerocast import BackendError, InputError, QuantizedTensor, Recipe, TensorParallelShard, empty
+from zerocast.arguments import did_you_mean
 from zerocast.comm import Communicator
 from zerocast.nn import convert
 from zerocast.safe_files import read_text
@@ -176,7 +177,7 @@ def _of_transformers(path: Path) -> torch.nn.Module:
     except (OSError, ValueError) as error:
         raise InputError(
             f"a model must be one of {', '.join(MODELS)} or a config.json of transformers, got "
-            f"{path}: {error}"
+            f"{path}: {error}.{did_you_mean(str(path), MODELS)}"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError(
