@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 # Name; the packages whose versions are reported; what is installed; what is installed without its requirements; tests.
 TABLE='
 torch         | torch                                 | torch transformers         | | tests/tensors tests/cast/test_bitwise_guarantee.py tests/nn/test_compile.py
-transformers  | transformers accelerate peft torchao  | transformers accelerate peft torchao | | tests/integration/test_accelerate.py
+transformers  | transformers accelerate peft torchao  | transformers accelerate peft torchao compressed-tensors | | tests/integration/test_accelerate.py
 compressed    | compressed-tensors                    | compressed-tensors transformers      | | tests/export/test_unquantized.py tests/export/test_dialects.py
 llmcompressor | llmcompressor compressed-tensors      | llmcompressor              | | tests/integration/test_llm_compressor.py
 modelopt      | nvidia-modelopt                       | nvidia-modelopt transformers requests | | tests/integration/test_modelopt.py

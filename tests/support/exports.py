@@ -8,8 +8,10 @@ import torch
 
 import zerocast
 from tests.support.claims import assert_same_tensors
+from tests.support.fused import cast_as_served
+from tests.support.same_bytes import assert_same_bytes
 from zerocast.comm import Communicator
-from zerocast.export import Export
+from zerocast.export import Export, load_pretrained
 from zerocast.layout import Extent
 from zerocast.optim import ZeroOptimizer
 from zerocast.refit import Receiver, Refit
@@ -79,3 +81,20 @@ def pieces_of(refit: Refit, whole: dict[str, torch.Tensor]) -> dict[str, list[Ex
         assert piece.shape == whole[piece.name].shape
         found.setdefault(piece.name, []).append(extent)
     return found
+
+
+def assert_served(folder, masters, recipe, dtype) -> dict[str, torch.Tensor]:
+    """The folder has 14 weights in codes, those of one cast of whole masters where weights that
+    servers fuse share an amax, and the other masters rounded to ``dtype``. Returns what it has.
+    """
+    stored = load_pretrained(folder)
+    names = [n for n, tensor in stored.items() if isinstance(tensor, zerocast.QuantizedTensor)]
+    assert len(names) == 14
+    expected = masters | cast_as_served({name: masters[name] for name in names}, recipe, dtype)
+    for name, tensor in stored.items():
+        if name in names:
+            assert_same_bytes(tensor.rowwise_data, expected[name].rowwise_data, name)
+            assert_same_bytes(tensor.dequantize(), expected[name].dequantize(), name)
+        else:
+            assert_same_bytes(tensor, expected[name].to(dtype), name)
+    return stored
