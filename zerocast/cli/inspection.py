@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from zerocast.arguments import shown_bytes
+from zerocast.arguments import counted, shown_bytes
 from zerocast.cli.checkpoint_files import entries
 from zerocast.cli.description import TensorDescription, describe
 from zerocast.errors import InputError, ZerocastError
@@ -96,7 +96,8 @@ def summary(described: Sequence[TensorDescription], others: Sequence[str]) -> st
     """Return a summary of all tensors and other entries."""
     quantized = [each for each in described if each.recipe]
     text = (
-        f"{len(described)} tensors, {shown_bytes(sum(each.nbytes for each in described))}; "
+        f"{counted(len(described), 'tensor')}, "
+        f"{shown_bytes(sum(each.nbytes for each in described))}; "
         f"{len(quantized)} are quantized, {shown_bytes(sum(each.nbytes for each in quantized))}."
     )
     if others:

@@ -2,7 +2,6 @@
 size.
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -11,6 +10,7 @@ import torch
 from zerocast.errors import InputError
 from zerocast.layout import FULL
 from zerocast.recipes import Recipe
+from zerocast.recipes.recipe_patterns import near_names
 from zerocast.tensors.wrapped_names import named_modules, named_parameters
 
 AUTO_FILTER = "auto_filter_small_kn"
@@ -57,7 +57,11 @@ class LayerFilter:
         names += [name for name, _ in named_parameters(model, remove_duplicate=False)]
         for part in self._parts:
             if not any(part in name for name in names):
-                raise _matches_nothing(part, names)
+                raise InputError(
+                    f"each part of a name in filter_fqns must be in one of the model's names, got "
+                    f"{part!r}, which is in none of them (near it: {near_names(part, names)}); "
+                    f"correct it, or remove it. {AUTO_FILTER!r} filters by size."
+                )
 
     def why_not(self, layer: torch.nn.Module, names: Sequence[str]) -> str | None:
         """Say why a layer of these names stays as it is; None where it does not."""
@@ -83,16 +87,7 @@ def why_small(recipe: Recipe, shape: Sequence[int]) -> str | None:
             bounds = " and ".join(f"{name} <= {most}" for name, most in named if most is not None)
             return (
                 f"too small to gain by quantized products: K = {k} and N = {n}, and the H100 table "
-                f"that torchao publishes has no gain where {bounds}"
+                f"that torchao publishes has no gain where {bounds}; without {AUTO_FILTER!r} it is "
+                f"converted"
             )
     return None
-
-
-def _matches_nothing(part: str, names: Sequence[str]) -> InputError:
-    known = {piece for name in names for piece in (name, name.rpartition(".")[2]) if piece}
-    near = difflib.get_close_matches(part, sorted(known), n=4, cutoff=0.5)
-    return InputError(
-        f"each part of a name in filter_fqns must be in one of the model's names, got {part!r}, "
-        f"which is in none of them (near it: {', '.join(near) or 'nothing'}); correct it, or "
-        f"remove it. {AUTO_FILTER!r} filters by size."
-    )

@@ -16,7 +16,7 @@ dimensions with two matrices or more. There are two exceptions:
 import difflib
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -67,7 +67,7 @@ class RecipePatterns:
         self._seen.append(names)
         pattern = self._first(names)
         if pattern is None:
-            return None, "no pattern of names in recipe fits it"
+            return None, "no pattern of names in recipe fits it; add one that does"
         self._have_decided.add(pattern)
         recipe = self._recipes[pattern]
         return recipe, f"{pattern!r} in recipe leaves it as it is" if recipe is None else None
@@ -92,7 +92,7 @@ class RecipePatterns:
                 raise InputError(
                     "each pattern in recipe must fit the whole name of a linear layer, or of a "
                     f"weight that can be included, got {pattern!r}, which fits none (near it: "
-                    f"{', '.join(self._near(pattern)) or 'nothing'}); correct it, or remove it."
+                    f"{near_names(pattern, (n[0] for n in self._seen))}); correct it, or remove it."
                 )
             firsts = [self._first(names) for names in fits]
             if earlier := [first for first in firsts if first != pattern]:
@@ -112,12 +112,16 @@ class RecipePatterns:
         fits = (p for p in self._recipes if any(fnmatch.fnmatchcase(n, p) for n in names))
         return next(fits, None)
 
-    def _near(self, pattern: str) -> list[str]:
-        """Return whole names of which a part is like a part of ``pattern``; four at most."""
-        by_part: dict[str, list[str]] = {}
-        for name in (names[0] for names in self._seen):
-            for part in {name, *name.split(".")}:
-                by_part.setdefault(part, []).append(name)
-        pieces = [piece for piece in re.split(r"[.*?]+", pattern) if piece]
-        found = (difflib.get_close_matches(piece, by_part, n=4, cutoff=0.5) for piece in pieces)
-        return list(dict.fromkeys(name for near in found for p in near for name in by_part[p]))[:4]
+
+def near_names(pattern: str, names: Iterable[str]) -> str:
+    """Return a list for a message: four ``names`` at most of which a part is like a part of
+    ``pattern``; or "nothing".
+    """
+    by_part: dict[str, list[str]] = {}
+    for name in names:
+        for part in {name, *name.split(".")}:
+            by_part.setdefault(part, []).append(name)
+    pieces = [piece for piece in re.split(r"[.*?]+", pattern) if piece]
+    found = (difflib.get_close_matches(piece, by_part, n=4, cutoff=0.5) for piece in pieces)
+    near = dict.fromkeys(name for parts in found for part in parts for name in by_part[part])
+    return ", ".join(list(near)[:4]) or "nothing"
