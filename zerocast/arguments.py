@@ -34,6 +34,11 @@ def shown_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 tensor" or "3 tensors"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """Return a short ASCII description of ``value`` for a message."""
     if isinstance(value, torch.Tensor):

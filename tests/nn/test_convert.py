@@ -124,7 +124,10 @@ def test_adapters_are_not_quantized_and_what_they_adapt_is():
     model = nn.Sequential(Adapted())
     report = convert(model, NVFP4)
     assert report.converted == ("0.base_layer",)
-    why = "is part of an adapter, which is trained in high precision"
+    why = (
+        "it is part of an adapter, which is trained in high precision; convert that alone to "
+        "quantize it"
+    )
     assert report.left == dict.fromkeys(("0.lora_A.default", "0.lora_B.default"), why)
     assert convert(model[0].lora_A, NVFP4).converted == ("default",)
 
@@ -169,12 +172,15 @@ def _hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: Special(16, 16), "is a Special, a subclass"),
+        (
+            lambda: Special(16, 16),
+            "it is class Special, which may use its weight in another way; put a torch",
+        ),
         (_parametrized, "its weight is computed from other parameters"),
         (_pruned, "its weight is computed from other parameters"),
         (_hooked, "its weight has gradient hooks"),
         (lambda: nn.Linear(16, 16, dtype=torch.float64), "its weight is torch.float64"),
-        (lambda: Linear(16, 16, recipe=FP8), "is quantized already"),
+        (lambda: Linear(16, 16, recipe=FP8), "it is quantized already"),
     ],
 )
 def test_what_would_change_its_meaning_stays_with_a_reason(make, reason):
@@ -194,7 +200,7 @@ def test_multihead_attention_keeps_working():
     attention = nn.MultiheadAttention(32, 4, batch_first=True)
     report = convert(attention, NVFP4)
     assert report.converted == ()
-    assert report.left["out_proj"].startswith("is a NonDynamicallyQuantizableLinear")
+    assert report.left["out_proj"].startswith("it is torch.nn.MultiheadAttention's out_proj; put a")
     x = torch.randn(2, 3, 32)
     assert attention(x, x, x)[0].shape == (2, 3, 32)
 
@@ -228,13 +234,18 @@ def test_a_linear_tied_with_something_else_stays():
     model = nn.ModuleDict({"tokens": nn.Embedding(48, 32), "head": nn.Linear(32, 48, bias=False)})
     model["head"].weight = model["tokens"].weight
     report = convert(model, NVFP4)
-    assert report.left == {"head": "its weight is tied with tokens.weight, which stays as it is"}
+    assert report.left == {
+        "head": "its weight is tied with tokens.weight, which stays as it is; include=['tokens'] "
+        "converts both, or untie them"
+    }
     assert model["head"].weight is model["tokens"].weight
 
     pair = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
     pair["b"].weight = pair["a"].weight
     report = convert(pair, NVFP4, filter_fqns=["b"])
-    assert report.left["a"] == "its weight is tied with b.weight, which stays as it is"
+    assert report.left["a"] == (
+        "its weight is tied with b.weight, which stays as it is; untie them"
+    )
     assert pair["a"].weight is pair["b"].weight
 
 
@@ -263,7 +274,7 @@ def test_converting_twice_changes_nothing():
     convert(model, NVFP4)
     weight = model[0].weight
     report = convert(model, FP8)
-    assert report.left == {"0": "is quantized already"}
+    assert report.left == {"0": "it is quantized already"}
     assert model[0].weight is weight
 
 

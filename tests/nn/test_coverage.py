@@ -76,9 +76,12 @@ def test_parameters_are_counted_not_layers(family):
     assert "round_master" not in text
     assert {
         "Llama": "layers.{0..1}.self_attn.{q_proj,k_proj,v_proj,o_proj}.weight [64x64]: held in",
-        "Mixtral": "experts.gate_up_proj [4x128x64], 44.2 %: a MixtralExperts keeps it as one",
-        "Qwen3Moe": "experts.gate_up_proj [4x64x64], 33.0 %: a Qwen3MoeExperts keeps it as one",
-        "GPT2": "h.{0..1}.attn.c_attn.weight [64x192], 14.1 %: it belongs to a Conv1D, and only",
+        "Mixtral": "experts.gate_up_proj [4x128x64], 44.2 %: it belongs to class MixtralExperts, "
+        "not torch.nn.Linear; include=['model.layers.*.mlp.experts'] takes it",
+        "Qwen3Moe": "experts.gate_up_proj [4x64x64], 33.0 %: it belongs to class Qwen3MoeExperts, "
+        "not torch.nn.Linear; include=['model.layers.*.mlp.experts'] takes it",
+        "GPT2": "h.{0..1}.attn.c_attn.weight [64x192], 14.1 %: it belongs to class Conv1D, not "
+        "torch.nn.Linear; include=['transformer.h.*.attn.c_attn'] takes it",
     }[family] in text
     assert "its name contains 'lm_head' of filter_fqns" in text
 
@@ -113,7 +116,10 @@ def test_tied_parameters_are_counted_once():
     model = llama(HIDDEN_96 | {"tie_word_embeddings": True})
     report = convert(model, NVFP4)
     (head,) = (p for p in report.coverage.parameters if p.name == "lm_head.weight")
-    assert head.why == "its weight is tied with model.embed_tokens.weight, which stays as it is"
+    assert head.why == (
+        "its weight is tied with model.embed_tokens.weight, which stays as it is; "
+        "include=['model.embed_tokens'] converts both, or untie them"
+    )
     assert report.coverage.elements() == sum(p.numel() for p in model.parameters())
 
 

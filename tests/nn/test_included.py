@@ -148,8 +148,8 @@ def test_the_report_says_why_what_was_asked_for_is_left():
         "linear": "multiple of 16",
         "experts": "multiple of 16",
         "integers": "its weight is torch.int8, and a quantized one presents FP32, BF16 or FP16",
-        "conv.weight": "belongs to a Conv2d and has no matrices that a forward multiplies",
-        "renormed.weight": "its module writes it in every forward (max_norm)",
+        "conv.weight": "it belongs to class Conv2d and has no matrices that a forward multiplies",
+        "renormed.weight": "its module writes it in every forward; set its max_norm to None",
     }
     assert report.left.keys() == reasons.keys()
     for name, reason in reasons.items():
@@ -182,11 +182,14 @@ def test_a_weight_tied_to_a_linear_layer_is_converted_with_it():
     assert layers["embed"].weight is layers["head"].weight
     assert isinstance(layers["head"].weight, QuantizedTensor)
     assert convert(tied(), NVFP4).left == {
-        "head": "its weight is tied with embed.weight, which stays as it is"
+        "head": "its weight is tied with embed.weight, which stays as it is; include=['embed'] "
+        "converts both, or untie them"
     }
     layers = tied()
     report = convert(layers, NVFP4, include=["embed"], filter_fqns=["head"])
-    assert report.left["embed.weight"].startswith("is tied with a linear layer, which stays")
+    assert report.left["embed.weight"].startswith(
+        "include names it, but it is tied with a linear layer, which stays"
+    )
     assert layers["embed"].weight is layers["head"].weight
     assert not isinstance(layers["head"].weight, QuantizedTensor)
 
@@ -204,3 +207,44 @@ def test_gathers_in_high_precision_include_nothing():
         model(), NVFP4, weights="master", include=ALL, low_bit_all_gather=False, strict=True
     )
     assert report.included == ()
+
+
+def test_a_pattern_names_parameters_that_it_ends_with():
+    """Of attention, whose matrices are not called weight; what include cannot take says that it is
+    named, and a module without weights lists its parameters.
+    """
+    layers = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 2), "odd": nn.Linear(40, 32)})
+    message = message_of(InputError, lambda: convert(layers, NVFP4, include=["att?"]))
+    assert message.endswith(
+        "got 'att?', whose matrices have other names; name att?.in_proj_weight."
+    )
+    report = convert(layers, NVFP4, include=["*.in_proj_weight", "attn.out_proj", "odd"])
+    assert report.included == ("attn.in_proj_weight",)
+    assert report.left["attn.out_proj"] == (
+        "include names it, but it is torch.nn.MultiheadAttention's out_proj; put a torch.nn.Linear "
+        "in its place"
+    )
+    assert report.left["odd"].startswith("include names it, but NVFP4BlockScaling needs K")
+    assert report.left["odd"].endswith("a recipe of any width, {'odd': 'fp8-block'}")
+    assert convert(layers, {"odd": "fp8-block"}).converted == ("odd",)
+
+
+def test_a_computed_weight_has_one_reason_and_a_convolution_no_remedy():
+    """In report.left and in coverage, of what nobody named; include takes what it promises."""
+    layers = nn.ModuleDict(
+        {
+            "norm": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
+            "conv": nn.Conv1d(32, 32, 1),
+            "mix": Conv1D(32, 48),
+        }
+    )
+    report = convert(layers, NVFP4)
+    whys = {p.name: p.why for p in report.coverage.parameters}
+    assert whys["norm.parametrizations.weight.original1"] == report.left["norm"]
+    assert whys["conv.weight"] == (
+        "it belongs to class Conv1d and has no matrices that a forward multiplies"
+    )
+    assert whys["mix.weight"] == (
+        "it belongs to class Conv1D, not torch.nn.Linear; include=['mix'] takes it"
+    )
+    assert convert(layers, NVFP4, include=["mix"]).included == ("mix.weight",)

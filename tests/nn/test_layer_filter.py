@@ -51,7 +51,8 @@ def test_convert_leaves_small_layers():
     reason = report.left["small"]
     assert reason == (
         "too small to gain by quantized products: K = 64 and N = 32, and the H100 table that "
-        "torchao publishes has no gain where K <= 4096 and N <= 1024"
+        "torchao publishes has no gain where K <= 4096 and N <= 1024; without "
+        "'auto_filter_small_kn' it is converted"
     )
     assert "head" in report.left
     assert reason in str(report)

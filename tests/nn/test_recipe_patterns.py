@@ -114,12 +114,14 @@ def test_what_is_left_has_its_reason():
     assert report.left == {
         "attention.wq": "its name contains 'wq' of filter_fqns",
         "attention.wo": "'*.wo' in recipe leaves it as it is",
-        "head": "no pattern of names in recipe fits it",
+        "head": "no pattern of names in recipe fits it; add one that does",
         "experts.up": "'experts.*' in recipe leaves it as it is",
     }
     assert str(report).startswith("2 of 5 linear layers converted, with MXFP8BlockScaling()\n")
     assert "left: experts.up [2x16x32], 8.6 %: 'experts.*' in recipe leaves it" in str(report)
-    with pytest.raises(InputError, match=r"strict=True .* embed.weight: no pattern of names"):
+    with pytest.raises(
+        InputError, match=r"strict=True .* embed.weight: include names it, but no pattern"
+    ):
         convert(model(), {"head": "mxfp8"}, include=["embed"], strict=True)
 
 
@@ -277,10 +279,13 @@ def test_a_tied_weight_has_one_recipe():
         "MXFP8BlockScaling() for embed.weight; let one pattern in recipe fit both."
     )
     report = convert(model(ties=True), given)
-    assert report.left["head"] == "its weight is tied with embed.weight, which stays as it is"
+    assert report.left["head"] == (
+        "its weight is tied with embed.weight, which stays as it is; untie them"
+    )
     report = convert(model(ties=True), {"head": None, "*": "mxfp8"}, include=["embed"])
     assert report.left["embed.weight"] == (
-        "is tied with a linear layer, which stays as it is: 'head' in recipe leaves it as it is"
+        "include names it, but it is tied with a linear layer, which stays as it is: 'head' in "
+        "recipe leaves it as it is"
     )
     both = convert(model(ties=True), {"attention.*": "nvfp4", "*": "mxfp8"}, include=["embed"])
     assert both.recipes["head"] == both.recipes["embed.weight"] == NAMED["mxfp8"]

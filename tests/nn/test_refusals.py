@@ -92,7 +92,7 @@ REFUSED = {
         (partial(converting, attention, amax_groups=[["*.attention.wq"]]),
          r"matches none of wq, wk, wv, wo\."),
         (partial(including, include=["blocks.*.expert"]),
-         r"got 'blocks\.\*\.expert', which matches none\."),
+         r"got 'blocks\.\*\.expert', which matches none; .* Did you mean 'blocks\.\*\.experts"),
         (partial(including, include=["blocks.0.norm"]), r"got 'blocks\.0\.norm', which matches"),
         (partial(including, include="embed"), "include must be a list of names of modules such as"),
         (partial(including, include=[3]), "include must be a list of names of modules such as"),

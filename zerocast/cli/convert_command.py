@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerocast.arguments import shown_bytes
+from zerocast.arguments import counted, shown_bytes
 from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.cli.output import progress
 from zerocast.cli.stored_checksums import checksums, lines_of
@@ -147,7 +147,7 @@ def _output(given: argparse.Namespace, found: dict[str, Any]) -> Any:
         f"{found['target']}: {shown_bytes(target)} of tensors, "
         f"{100 * target / max(values, 1):.0f} % of {shown_bytes(values)} of values"
     ]
-    lines += [f"  {count} tensors as {form}" for form, count in found["formats"].items()]
+    lines += [f"  {counted(count, 'tensor')} as {form}" for form, count in found["formats"].items()]
     for reason, names in found["left"].items():
         lines.append(f"  left, {reason}: {printable(', '.join(names))}")
     if "seconds" in found:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerocast.arguments import shown_bytes
+from zerocast.arguments import counted, shown_bytes
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class ExportReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.directory}: {len(self.files)} files, {shown_bytes(sum(self.files.values()))}"
+            f"{self.directory}: {counted(len(self.files), 'file')}, "
+            f"{shown_bytes(sum(self.files.values()))}"
         ]
         for form, count in Counter(self.formats.values()).items():
             names = (name for name, its in self.formats.items() if its == form)
             layers = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
             named = (f"{name} ({n})" if n > 1 else name for name, n in layers.items())
-            lines.append(f"  {form}, {count} tensors: {', '.join(named)}")
+            lines.append(f"  {form}, {counted(count, 'tensor')}: {', '.join(named)}")
         return "\n".join(lines)

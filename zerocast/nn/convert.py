@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocast.arguments import check_flag, check_module, present
+from zerocast.arguments import check_flag, check_module, counted, present
 from zerocast.cast.amax_groups import AUTO, Groups
 from zerocast.nn.decision import Candidate, Decision, decide
 from zerocast.nn.grouped import share_amaxes
@@ -70,9 +70,10 @@ class ConversionReport:
         if len(by_recipe) == 1:
             head += f", with {next(iter(by_recipe))}"
         if self.included:
-            head += f", and {len(self.included)} weights of other modules"
+            head += f", and {counted(len(self.included), 'weight')} of other modules"
         if self.amax_groups:
-            head += f"; {len(self.amax_groups)} groups of weights share a tensor amax"
+            shares = "shares" if len(self.amax_groups) == 1 else "share"
+            head += f"; {counted(len(self.amax_groups), 'group')} of weights {shares} a tensor amax"
         lines = [head]
         for recipe, names in by_recipe.items() if len(by_recipe) > 1 else ():
             alike = ", ".join(pattern for pattern, _ in grouped_names(names))
@@ -120,7 +121,8 @@ def convert(
             it.
         include: other modules whose weights are converted, too: experts, embeddings, GPT-2's
             Conv1D, by their fully qualified names or by patterns of them with ``*`` and ``?``, such
-            as ``"model.layers.*.mlp.experts"``; or single parameters by their names. A module's
+            as ``"model.layers.*.mlp.experts"``; or parameters by their names, or by patterns that
+            end with a parameter's own name, such as ``"*.attn.in_proj_weight"``. A module's
             weights are its parameters of three dimensions or more, each matrix of which is
             quantized separately, and its matrix ``weight``. Its forward stays as it is and works
             with the values of the codes.
@@ -175,6 +177,9 @@ def _apply(decision: Decision, model: torch.nn.Module) -> None:
     for each in decision.candidates:
         for _, module, name in each.places:
             note_reason(module, each.why_left or "", name)
+    for each in decision.unnamed:
+        for _, module, name in each.places:
+            note_reason(module, each.why_left or "", name, is_candidate=False)
     for each in decision.converted:
         layer = _as_linear(each.places[0][1]) if each.is_linear else None
         if layer is not None and decision.weights == "high_precision":

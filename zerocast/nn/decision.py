@@ -3,7 +3,7 @@
 It changes nothing. :mod:`zerocast.nn.convert` applies the decision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +16,18 @@ from zerocast.nn.included import (
     ParameterPlace,
     check_not_replaced,
     included_weights,
+    name_to_include,
     names_of,
     places,
     reached_weights,
+    unnamed_weights,
     why_not_included,
     why_not_weight,
 )
 from zerocast.nn.layer_filter import Filter, LayerFilter, why_small
 from zerocast.recipes import Recipe, short_name
 from zerocast.recipes.recipe_patterns import RecipePatterns, Recipes
+from zerocast.sharded.report import why_other
 from zerocast.tensors.wrapped_names import named_modules
 
 
@@ -58,12 +61,14 @@ class Decision:
     Attributes:
         weights: as given.
         candidates: those of linear layers first.
+        unnamed: the matrices of other modules that nobody asked for, with the reasons.
         labels: the label of the amax group of each converted weight that is in one.
         is_auto: whether the groups are those that servers are known to fuse.
     """
 
     weights: str
     candidates: list[Candidate]
+    unnamed: list[Candidate]
     labels: dict[torch.Tensor, str]
     is_auto: bool
 
@@ -88,17 +93,16 @@ class Decision:
 
     def check_strict(self) -> None:
         """Raise :class:`InputError` where a candidate that is wanted is left."""
-        reasons = [
-            f"{each.name}: {each.why_left}"
-            for each in self.candidates
-            if each.is_wanted and each.why_left is not None
-        ]
+        failed = [each for each in self.candidates if each.is_wanted and each.why_left is not None]
+        reasons = [f"{each.name}: {each.why_left}" for each in failed]
         if reasons:
+            of_layer = f"filter_fqns={[failed[0].name]}"
+            way = of_layer if failed[0].is_linear else "a shorter include"
             raise InputError(
                 f"strict=True needs every linear layer that filter_fqns does not leave out, and "
                 f"every weight that include names, to be converted, and {len(reasons)} cannot be: "
-                f"{'; '.join(reasons[:8])}{'; ...' if len(reasons) > 8 else ''}. Leave them out, "
-                f"or convert without strict."
+                f"{'; '.join(reasons[:8])}{'; ...' if len(reasons) > 8 else ''}. Do what they say, "
+                f"or leave them out (the first by {way}), or convert without strict."
             )
 
 
@@ -139,21 +143,26 @@ def decide(
             f"weights='high_precision', under which only linear layers quantize, one by one."
         )
     check_not_replaced(model)
-    included = included_weights(model, include)
+    included, layers_named = included_weights(model, include)
     linears = _linears(model, layer_filter, patterns, weights)
     others = [
         _other(weight, found, patterns, weights, is_named=weight in included)
         for weight, found in reached_weights(model, included, patterns).items()
     ]
     patterns.check_all_decide()
+    unnamed, takers = _unnamed(model, linears, others, patterns, weights)
     if weights != "high_precision":
-        _leave_tied(model, linears, others)
+        _leave_tied(model, linears, others, takers)
+    for each in [*linears, *others]:
+        is_named = each.places[0][1] in layers_named if each.is_linear else each.weight in included
+        if is_named and each.why_left is not None:
+            each.why_left = f"include names it, but {each.why_left}"
     recipes = _recipes([*linears, *others])
     layers = {each.name: each.weight for each in linears if each.why_left is None}
     # The masters of an amax group are known by their layers.
     stacks = {each.weight for each in others if each.why_left is None and weights == "quantized"}
     labels = group_labels(model, amax_groups, layers, stacks, recipes)
-    return Decision(weights, [*linears, *others], labels, is_auto(amax_groups))
+    return Decision(weights, [*linears, *others], unnamed, labels, is_auto(amax_groups))
 
 
 def _recipes(candidates: Sequence[Candidate]) -> dict[torch.Tensor, Recipe]:
@@ -205,7 +214,10 @@ def _linears(
         name, weight = fqns[0], module._parameters.get("weight")
         recipe, unwanted = patterns.recipe_for(fqns)
         if module in adapters:
-            unwanted = "is part of an adapter, which is trained in high precision"
+            unwanted = (
+                "it is part of an adapter, which is trained in high precision; convert that alone "
+                "to quantize it"
+            )
         else:
             unwanted = layer_filter.why_not(module, fqns) or unwanted
         why = unwanted
@@ -214,7 +226,10 @@ def _linears(
             if why is None and layer_filter.leaves_small:
                 why = unwanted = why_small(recipe, weight.shape)
         elif why is None:
-            why = "its weight is computed from other parameters (a parametrization, pruning)"
+            why = (
+                "its weight is computed from other parameters (a parametrization, pruning); remove "
+                "that first"
+            )
         place = f"{name}.weight".lstrip("."), module, "weight"
         candidates.append(Candidate(name, weight, [place], True, recipe, why, unwanted is None))
     return candidates
@@ -231,10 +246,47 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     }
 
 
+def _unnamed(
+    model: torch.nn.Module,
+    linears: Sequence[Candidate],
+    others: Sequence[Candidate],
+    patterns: RecipePatterns,
+    weights: str,
+) -> tuple[list[Candidate], dict[torch.Tensor, str]]:
+    """Return the matrices of other modules that nobody asked for, each with the reason; and of
+    those that ``include`` would take, what to name in it.
+    """
+    computed: dict[torch.Tensor, str | None] = {
+        parameter: each.why_left
+        for each in linears
+        if each.weight is None
+        for parameter in each.places[0][1].parameters()
+    }
+    layers = {each.weight: each for each in linears}
+    unnamed, takers = [], dict[torch.Tensor, str]()
+    for weight, found in unnamed_weights(model, {each.weight for each in others}).items():
+        recipe, why = patterns.recipe_for(names_of(found))
+        why, layer = computed.get(weight) or why, layers.get(weight)
+        is_free = layer is None or (layer.why_left is None and layer.recipe == recipe)
+        if why is None and is_free and weights != "high_precision":
+            why = why_not_included(weight, found, present(recipe), weights)
+            takers |= {weight: name_to_include(found[0])} if why is None else {}
+        if why is None:
+            way = f"; include={[takers[weight]]} takes it" if weight in takers else ""
+            why = f"{why_other(found[0][1])}{way}"
+        unnamed.append(Candidate(found[0][0], weight, found, False, recipe, why, False))
+    return unnamed, takers
+
+
 def _leave_tied(
-    model: torch.nn.Module, linears: Sequence[Candidate], others: Sequence[Candidate]
+    model: torch.nn.Module,
+    linears: Sequence[Candidate],
+    others: Sequence[Candidate],
+    takers: Mapping[torch.Tensor, str],
 ) -> None:
-    """Leave weights that are also used where they stay in high precision."""
+    """Leave weights that are also used where they stay in high precision; ``takers`` says what
+    ``include`` would have to name.
+    """
     converted = {
         (module, name)
         for each in (*linears, *others)
@@ -247,10 +299,12 @@ def _leave_tied(
             elsewhere.setdefault(parameter, fqn)
     for each in linears:
         if each.why_left is None and each.weight in elsewhere:
+            taker = takers.get(present(each.weight))
+            way = f"include={[taker]} converts both, or untie them" if taker else "untie them"
             each.why_left = (
-                f"its weight is tied with {elsewhere[each.weight]}, which stays as it is"
+                f"its weight is tied with {elsewhere[each.weight]}, which stays as it is; {way}"
             )
     why_linear = {each.weight: each.why_left for each in linears}
     for each in others:
         if each.why_left is None and (why := why_linear.get(each.weight)) is not None:
-            each.why_left = f"is tied with a linear layer, which stays as it is: {why}"
+            each.why_left = f"it is tied with a linear layer, which stays as it is: {why}"

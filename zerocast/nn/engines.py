@@ -163,6 +163,8 @@ def kind_of(a: Side, b: Side) -> Kind | str:
 
 def _unavailable(kind: Kind, device: torch.device) -> str | None:
     """Say why ``device`` has no GEMM of this kind; None where it has."""
+    if device.type != "cuda" and kind not in (TENSORWISE, ROWWISE):
+        return f"torch has no {kind.name} GEMM for {device.type}"
     if device.type != "cuda":
         return (
             f"the library's FP8 GEMM for {device.type} decodes, too, and is slower than decoding "

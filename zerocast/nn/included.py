@@ -8,21 +8,24 @@ FSDP2 gathered. A weight of more than two dimensions is a stack of matrices.
 import dataclasses
 import fnmatch
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocast.arguments import shown
+from zerocast.arguments import did_you_mean, present, shown
 from zerocast.errors import InputError
 from zerocast.nn.linear import Linear
+from zerocast.nn.quantized_module import QuantizedModule
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.recipes.recipe_patterns import RecipePatterns
 from zerocast.sharded.all_gather import gather_of
 from zerocast.sharded.master_weight import as_master_like, as_plain
 from zerocast.sharded.placement import is_sharded
+from zerocast.sharded.report import pattern_of
 from zerocast.tensors import QuantizedTensor
 from zerocast.tensors.wrapped_names import named_modules
 
@@ -75,34 +78,60 @@ def check_include(include: object) -> None:
 
 def included_weights(
     model: torch.nn.Module, include: Sequence[str]
-) -> dict[torch.Tensor, list[ParameterPlace]]:
-    """Return the weights that ``include`` names, each with all its places outside of linear layers.
+) -> tuple[dict[torch.Tensor, list[ParameterPlace]], set[torch.nn.Module]]:
+    """Return the weights that ``include`` names, each with all its places outside of linear layers;
+    and the linear layers that it names.
 
-    A module has as weights its parameters of three dimensions or more, and the matrix ``weight``.
+    A module has as weights its parameters of three dimensions or more, and the matrix ``weight``. A
+    pattern names parameters, too, where it ends with their own name: ``*`` is no bias.
 
     Raises:
         InputError: for a name that names no weight.
     """
     found, named = list(places(model)), set[torch.Tensor]()
+    modules = named_modules(model, remove_duplicate=False)
+    linears = {fqn: each for fqn, each in modules if isinstance(each, torch.nn.Linear)}
+    layers = set[torch.nn.Module]()
     for pattern in include:
         alike = {
             parameter
             for parameter, (fqn, _, name) in found
             if fqn == pattern
             or (_is_weight(parameter, name) and _is_of(fqn.removesuffix(name), pattern))
-        }
-        if not alike:
-            raise InputError(
-                "each name in include must be that of a module with weights (a matrix called "
-                "weight, or parameters of more dimensions) or of a parameter, or a pattern that "
-                f"matches such modules, got {pattern!r}, which matches none."
+            or (
+                parameter.dim() > 1 and pattern.endswith(name) and fnmatch.fnmatchcase(fqn, pattern)
             )
+        }
+        of_layers = fnmatch.filter(linears, pattern.removesuffix(".weight"))
+        if not alike and not of_layers:
+            raise _names_nothing(pattern, found)
         named |= alike
+        layers |= {linears[fqn] for fqn in of_layers}
     weights: dict[torch.Tensor, list[ParameterPlace]] = {}
     for parameter, place in found:
         if parameter in named and not isinstance(place[1], torch.nn.Linear):
             weights.setdefault(parameter, []).append(place)
-    return weights
+    return weights, layers
+
+
+def _names_nothing(
+    pattern: str, found: Sequence[tuple[torch.Tensor, ParameterPlace]]
+) -> InputError:
+    matrices = [place for parameter, place in found if parameter.dim() > 1]
+    own = dict.fromkeys(
+        f"{pattern}.{name}" for fqn, _, name in matrices if _is_of(fqn.removesuffix(name), pattern)
+    )
+    near = ""
+    if own:
+        problem = f"whose matrices have other names; name {', '.join(own)}"
+    else:
+        problem = "which matches none; correct it, or remove it"
+        near = did_you_mean(pattern, map(name_to_include, matrices))
+    return InputError(
+        "each name in include must be that of a module with weights (a matrix called weight, or "
+        "parameters of more dimensions), of a linear layer or of a parameter, or a pattern of such "
+        f"names, got {pattern!r}, {problem}.{near}"
+    )
 
 
 def reached_weights(
@@ -118,6 +147,31 @@ def reached_weights(
             others.setdefault(parameter, []).append(place)
     reached = {w: found for w, found in others.items() if patterns.reach(w, names_of(found))}
     return {**included, **reached}
+
+
+def unnamed_weights(
+    model: torch.nn.Module, known: Set[torch.Tensor | None]
+) -> dict[torch.Tensor, list[ParameterPlace]]:
+    """Return the matrices and stacks outside of linear layers that are in high precision and not
+    ``known``: what a conversion leaves because nobody names it.
+    """
+    weights: dict[torch.Tensor, list[ParameterPlace]] = {}
+    for parameter, place in places(model):
+        is_linear = isinstance(place[1], torch.nn.Linear) and place[2] == "weight"
+        is_done = is_linear or parameter in known or isinstance(place[1], QuantizedModule)
+        is_done |= isinstance(parameter, QuantizedTensor) or gather_of(parameter) is not None
+        if parameter.dim() > 1 and not is_done and not is_sharded(parameter):
+            weights.setdefault(parameter, []).append(place)
+    return weights
+
+
+def name_to_include(place: ParameterPlace) -> str:
+    """Return what to name in ``include`` for the parameter at this place, as short as can be."""
+    fqn, module, name = place
+    of_module = fqn.removesuffix(name).removesuffix(".")
+    return pattern_of(
+        of_module or fqn if _is_weight(present(module._parameters[name]), name) else fqn
+    )
 
 
 def names_of(weight_places: Sequence[ParameterPlace]) -> list[str]:
@@ -156,11 +210,15 @@ def why_not_included(
     """
     name, module, _ = weight_places[0]
     if isinstance(module, _ConvNd) or weight.dim() < 2:
-        return f"belongs to a {type(module).__name__} and has no matrices that a forward multiplies"
+        kind = type(module).__name__
+        return f"it belongs to class {kind} and has no matrices that a forward multiplies"
     if getattr(module, "max_norm", None) is not None:
-        return "its module writes it in every forward (max_norm)"
+        return "its module writes it in every forward; set its max_norm to None"
     if weights == "master" and recipe.state:
-        return f"under {type(recipe).__name__} its state would have to be saved with it"
+        return (
+            f"under {type(recipe).__name__} its state would have to be saved with it; give it a "
+            f"recipe without a state, such as 'current'"
+        )
     return why_not_weight(weight, name, recipe_of(weight, recipe), weights)
 
 
@@ -178,9 +236,9 @@ def why_not_weight(
         InputError: under ``"master"``, if it is sharded already.
     """
     if isinstance(weight, QuantizedTensor):
-        return "is quantized already"
+        return "it is quantized already"
     if gather_of(weight) is not None:
-        return "is gathered in codes already"
+        return "it is gathered in codes already"
     if weights == "master" and is_sharded(weight):
         # A skipped weight would be gathered in high precision although codes were asked for.
         raise InputError(
@@ -189,17 +247,33 @@ def why_not_weight(
             "or leave the layer out by filter_fqns or include."
         )
     if linear is not None and type(linear) not in (torch.nn.Linear, Linear):
-        return f"is a {type(linear).__name__}, a subclass that may use its weight in another way"
+        kind = f"class {type(linear).__name__}, which may use its weight in another way"
+        if type(linear) is NonDynamicallyQuantizableLinear:
+            kind = "torch.nn.MultiheadAttention's out_proj"
+        return f"it is {kind}; put a torch.nn.Linear in its place"
     if type(weight) is not torch.nn.Parameter:
-        return f"its weight is a {type(weight).__name__}"
+        return (
+            f"its weight is a {type(weight).__name__}, not a torch.nn.Parameter; convert the model "
+            f"before what makes it one"
+        )
     if weight.dtype not in NOMINAL_DTYPES:
-        return f"its weight is {weight.dtype}, and a quantized one presents FP32, BF16 or FP16"
+        return (
+            f"its weight is {weight.dtype}, and a quantized one presents FP32, BF16 or FP16; give "
+            f"it one of these dtypes"
+        )
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return "its weight has gradient hooks, which a new parameter would lose"
+        return (
+            "its weight has gradient hooks, which a new parameter would lose; register them after "
+            "the conversion"
+        )
     try:
         recipe.check_shape(weight.shape)
     except InputError as error:
-        return str(error)
+        why = str(error).removesuffix(".")
+        if weights != "high_precision" and weight.numel():
+            given = {pattern_of(name) or "*": "fp8-block"}
+            why += f", or give it a recipe of any width, {given}"
+        return why
     return None
 
 

@@ -57,7 +57,11 @@ class LayerFilter:
         names += [name for name, _ in named_parameters(model, remove_duplicate=False)]
         for part in self._parts:
             if not any(part in name for name in names):
-                raise _matches_nothing(part, names)
+                raise InputError(
+                    f"each part of a name in filter_fqns must be in one of the model's names, got "
+                    f"{part!r}, which is in none of them; correct it, or remove it. "
+                    f"{AUTO_FILTER!r} filters by size.{did_you_mean(part, names)}"
+                )
 
     def why_not(self, layer: torch.nn.Module, names: Sequence[str]) -> str | None:
         """Say why a layer of these names stays as it is; None where it does not."""
@@ -83,14 +87,7 @@ def why_small(recipe: Recipe, shape: Sequence[int]) -> str | None:
             bounds = " and ".join(f"{name} <= {most}" for name, most in named if most is not None)
             return (
                 f"too small to gain by quantized products: K = {k} and N = {n}, and the H100 table "
-                f"that torchao publishes has no gain where {bounds}"
+                f"that torchao publishes has no gain where {bounds}; without {AUTO_FILTER!r} it is "
+                f"converted"
             )
     return None
-
-
-def _matches_nothing(part: str, names: Sequence[str]) -> InputError:
-    return InputError(
-        f"each part of a name in filter_fqns must be in one of the model's names, got {part!r}, "
-        f"which is in none of them; correct it, or remove it. {AUTO_FILTER!r} filters by size."
-        f"{did_you_mean(part, names)}"
-    )

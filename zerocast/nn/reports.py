@@ -313,17 +313,23 @@ def _engines(
     if isinstance(weight, QuantizedTensor):
         w, has_columnwise = (weight.recipe, (rows, cols)), weight.quantized_storage.has_columnwise
     where = weight.device if device is None else torch.device(device)
+    sides = (*x, "in_features"), (*w, "in_features"), (*dy, "out_features")
+    refused = next(filter(None, (_refusal(*side) for side in sides)), None)
     for product, operands in zip(Product, ((x, w), (dy, w), (dy, x)), strict=True):
         a, b = (Side(*operand, c) for operand, c in zip(operands, product.value, strict=True))
-        found = _refusal(a) or _refusal(b)
+        found = refused
         if found is None and product is Product.INPUT_GRADIENT and not has_columnwise:
             found = Engine(None, "the weight was made with columnwise=False")
         yield product, found or engine(a, b, dtype or weight.dtype, where)
 
 
-def _refusal(side: Side) -> Engine | None:
+def _refusal(recipe: Recipe, shape: tuple[int, int], width: str) -> Engine | None:
     try:
-        side.recipe.check_shape(side.shape)
-    except InputError as error:
-        return Engine(None, f"none, because the layer refuses to run: {error}")
+        recipe.check_shape(shape)
+    except InputError:
+        return Engine(
+            None,
+            f"under autocast it would be refused: its {width}, {shape[1]}, must be a multiple of "
+            f"{recipe.block[1]}; pad the weight, or run the layer outside of autocast",
+        )
     return None

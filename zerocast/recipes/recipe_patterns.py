@@ -65,7 +65,7 @@ class RecipePatterns:
         self._seen.append(names)
         pattern = self._first(names)
         if pattern is None:
-            return None, "no pattern of names in recipe fits it"
+            return None, "no pattern of names in recipe fits it; add one that does"
         self._have_decided.add(pattern)
         recipe = self._recipes[pattern]
         return recipe, f"{pattern!r} in recipe leaves it as it is" if recipe is None else None

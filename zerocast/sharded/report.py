@@ -4,13 +4,14 @@ Reports group equal entries under one pattern such as ``layers.{0..31}.mlp.{up,d
 (:func:`grouped`). Reports of :mod:`zerocast.nn` use the same patterns and reasons.
 """
 
+import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from zerocast.arguments import check_module
+from zerocast.arguments import check_module, counted
 from zerocast.layout import chunk
 from zerocast.recipes import Recipe
 from zerocast.sharded.all_gather import LowBitAllGather, gather_of
@@ -149,7 +150,7 @@ def _low_bit(
     form, own = shards.storage.form, shards.storage
     grids = [plane.grid for plane in form.planes if plane.is_gathered]
     blocks = sum(grid.num_blocks for grid in grids)
-    scales = "of the tensor" if form.has_one_block else f"of {blocks} blocks"
+    scales = "of the tensor" if form.has_one_block else f"of {counted(blocks, 'block')}"
     if form.stack:
         scales += f" for each of {form.num_matrices} matrices"
     are_sent, are_made = len(own.by_owner) > 0, len(own.by_owner) < max(len(own.own_scales), 1)
@@ -170,18 +171,25 @@ def _low_bit(
 # --- why a parameter stays in high precision ---
 
 _REASON = "_zerocast_in_high_precision_because_"
+_CANDIDATE = "_zerocast_was_to_convert_"
 
 
-def note_reason(module: torch.nn.Module, reason: str, name: str = "weight") -> None:
-    """Store in ``module`` why its parameter ``name`` stays in high precision; "" if it does not."""
+def note_reason(
+    module: torch.nn.Module, reason: str, name: str = "weight", *, is_candidate: bool = True
+) -> None:
+    """Store in ``module`` why its parameter ``name`` stays in high precision, "" if it does not;
+    and whether it was a candidate for conversion.
+    """
     setattr(module, _REASON + name, reason)
+    if is_candidate:
+        setattr(module, _CANDIDATE + name, True)
 
 
 def is_included(module: torch.nn.Module, name: str) -> bool:
     """Return whether ``module`` is not a linear layer and its parameter ``name`` was named for
     conversion.
     """
-    return hasattr(module, _REASON + name) and not isinstance(module, torch.nn.Linear)
+    return hasattr(module, _CANDIDATE + name) and not isinstance(module, torch.nn.Linear)
 
 
 def why_high_precision(module: torch.nn.Module, name: str) -> str:
@@ -191,24 +199,24 @@ def why_high_precision(module: torch.nn.Module, name: str) -> str:
     if noted := getattr(module, _REASON + name, ""):
         return noted
     if name == "weight" and isinstance(module, torch.nn.Linear):
-        return "its layer was made after zerocast.nn.convert, or never given to it"
+        return (
+            "its layer was made after zerocast.nn.convert, or never given to it; give its module "
+            "to zerocast.nn.convert"
+        )
+    if parameter.dim() < 2:
+        return "only weights of linear layers are converted, not biases or norms"
+    return why_other(module)
+
+
+def why_other(module: torch.nn.Module) -> str:
+    """Return why a matrix of ``module``, which is no linear layer, is converted only on demand."""
     if isinstance(module, torch.nn.Embedding):
         return "an embedding is looked up, not multiplied"
     from torch.distributed.fsdp import FSDPModule
 
     # fully_shard replaces the class of a module by one with FSDPModule and another name.
     own_class = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
-    if parameter.dim() > 2:
-        return (
-            f"a {own_class.__name__} keeps it as one parameter of {parameter.dim()} dimensions "
-            f"(experts, a convolution), and only weights of torch.nn.Linear layers are converted"
-        )
-    if parameter.dim() == 2:
-        return (
-            f"it belongs to a {own_class.__name__}, and only weights of torch.nn.Linear layers "
-            f"are converted"
-        )
-    return "only weights of linear layers are converted, not biases or norms"
+    return f"it belongs to class {own_class.__name__}, not torch.nn.Linear"
 
 
 # --- names of equal things ---
@@ -251,6 +259,11 @@ def grouped_names(names: Iterable[str]) -> list[tuple[str, int]]:
                 for key, found in alike.items()
             }  # fmt: skip
     return [(".".join(name), count) for name, count in groups.items()]
+
+
+def pattern_of(name: str) -> str:
+    """Return a pattern that fits ``name`` and those that differ in the numbers inside of it."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
 
 
 def _braces(components: Sequence[str]) -> str:

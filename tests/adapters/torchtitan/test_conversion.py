@@ -75,7 +75,8 @@ def test_patterns_of_names_give_layers_recipes():
     tree = Decoder.Config()
     converter = LinearConverter.Config(recipe_name={"head": "nvfp4", "*": None}).build()
     message = message_of(zerocast.InputError, converter.convert, tree)
-    assert "got 'head', which fits none (near it: lm_head" in message
+    assert "got 'head', which fits none;" in message
+    assert "Did you mean 'lm_head'" in message
     assert type(tree.lm_head) is Linear.Config
 
 
