@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 environment "${1:-.venv}" integration
 stage "tests beside other packages" without_skips tests/integration/test_{accelerate,deepspeed,mlx,modelopt}.py \
-    tests/export/test_{pretrained,wrappers}.py tests/lab/conformance/test_conformance.py "${@:2}"
+    tests/export/test_{pretrained,wrappers}.py \
+    "tests/lab/conformance/test_conformance.py::test_every_difference_of_a_package_has_its_causes"{"[torchao]","[nvidia-modelopt]"} "${@:2}"
 stage "tests beside Megatron-Core" python -m pytest -q -m integration \
     tests/integration/test_{megatron,megatron_functions}.py "${@:2}"
