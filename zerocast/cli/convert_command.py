@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATTERN"}
     pair = "PATTERN=RECIPE, of layers; or a JSON file of such pairs; the first that fits decides"
     add("--recipe", **{**several, "metavar": "PATTERN=RECIPE"}, help=pair)
-    add("--include", **several, help="layers to convert (*: all but output layers and routers)")
+    add("--include", **several, help="layers to convert; may repeat (*: all but heads and routers)")
     add("--exclude", **several, help="layers to leave")
     add("--4over6", dest="four_over_six", action="store_true", help="NVFP4 with 4-over-6")
     groups = "weights with one tensor scale: auto, or names such as q_proj,k_proj,v_proj"

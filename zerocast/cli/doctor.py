@@ -30,7 +30,7 @@ PACKAGES = {
     "mpi4py": "needed for MPI ranks: pip install 'zerocast[mpi]'",
     "cupy-cuda13x": "needed for the CUDA backend: pip install 'zerocast[cuda]'",
     "nvidia-cuda-nvrtc": "needed for the CUDA backend: pip install 'zerocast[cuda]'",
-    "safetensors": "needed for 'inspect' of .safetensors files: pip install safetensors",
+    "safetensors": "needed for checkpoints of servers: pip install safetensors",
     "transformers": "",
     "accelerate": "",
     "torchtitan": "",

@@ -10,7 +10,7 @@ from zerocast.arguments import did_you_mean
 from zerocast.errors import InputError
 from zerocast.export.dialects import EXPERTS, HEADS, LINEAR, Dialect
 from zerocast.export.mixed import MixedDialect, module_of_experts
-from zerocast.export.stored_model import StoredModel
+from zerocast.export.stored_model import StoredConv1D, StoredModel
 from zerocast.export.transposed import is_transposed, transposed_shape
 from zerocast.recipes import NOMINAL_DTYPES, Recipe
 from zerocast.recipes.recipe_patterns import ALL, RecipePatterns, Recipes
@@ -60,7 +60,7 @@ class ChosenWeights:
         for name, parameter in model.named_parameters():
             module, _, last = name.rpartition(".")
             holder = model.get_submodule(module)
-            is_layer = isinstance(holder, torch.nn.Linear) and last == "weight"
+            is_layer = isinstance(holder, torch.nn.Linear | StoredConv1D) and last == "weight"
             is_stack = parameter.dim() == 3 and module.rpartition(".")[2] == "experts"
             if is_layer or is_stack:
                 try:
@@ -94,7 +94,9 @@ class ChosenWeights:
             raise InputError("not included")
         last = module.rpartition(".")[2]
         if last in LEFT_BY_ALL and all(each == ALL for each in own):
-            raise InputError("an output layer or a router, which include must name")
+            raise InputError(f"an output layer or a router; include '*' and '*{last}' to cast it")
+        if isinstance(self._model.get_submodule(module), StoredConv1D):
+            raise InputError("a Conv1D, stored [in, out], for which no dialect has a place")
         if parameter.dtype not in NOMINAL_DTYPES:
             raise InputError(f"stored as {parameter.dtype}")
         shape, transposes = parameter.shape, False
@@ -116,7 +118,11 @@ class ChosenWeights:
             raise InputError(f"no server reads codes {kind} from {dialect.name}")
         if transposes and not dialect.fuses_experts:
             raise InputError(f"{dialect.name} has no place for matrices [in, out]")
-        recipe.check_shape(shape)
+        try:
+            recipe.check_shape(shape)
+        except InputError as error:
+            why = str(error).rpartition(";")[0]
+            raise InputError(f"{why}; a mixed dialect can store it by another recipe") from error
         return recipe
 
     def _fits(self, pattern: str, names: Sequence[str]) -> bool:

@@ -2,7 +2,8 @@
 
 An export of it reads one weight at a time. What a module is follows from names and shapes, since no
 code of the model is executed: a matrix ``X.weight`` is a linear layer, unless ``X`` has the name of
-an embedding. Weights that are stored in codes are decoded when they are read.
+an embedding, or of a Conv1D in a model whose type has these. An integration test compares that with
+the classes of transformers. Weights that are stored in codes are decoded when they are read.
 """
 
 import itertools
@@ -20,8 +21,22 @@ from zerocast.export.pretrained_loading import dialect_of, nominal_dtype, read_c
 from zerocast.export.stored_files import StoredFiles, StoredTensor
 from zerocast.layout import Extent
 
-EMBEDDINGS = ("embed", "wte", "wpe")
+EMBEDDING_PARTS = (
+    "emb", "wte", "wpe", "_token", "relative_attention_bias", "bias_values", "codebook",
+    "query_feat", "queries_features", "reference_points",
+)  # fmt: skip
 """Parts of the last names of modules that look rows up."""
+
+EMBEDDINGS = ("shared", "w", "pe_k")
+"""Last names of other such modules, whole. A numbered module is one if the name above it is."""
+
+LAYER_PARTS = ("patch", "project", "mapping", "dense", "transformation", "linear", "class_embed")
+"""Parts of names that modules may have whose last names are like an embedding's and that are linear
+layers. They stay in high precision, and the section names them, since servers may quantize them."""
+
+CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
+CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
+"""The types of transformers' models that have Conv1D, and the last names of these modules."""
 
 SECTIONS = ("quantization_config", "quantization")
 """Items of ``config.json`` that say how weights are stored."""
@@ -29,6 +44,10 @@ SECTIONS = ("quantization_config", "quantization")
 
 class StoredModule(torch.nn.Module):
     """A module that is neither a linear layer nor an embedding."""
+
+
+class StoredConv1D(StoredModule):
+    """A layer of transformers whose matrix is stored [in, out]."""
 
 
 class StoredModel(StoredModule):
@@ -55,6 +74,7 @@ class StoredModel(StoredModule):
             dialect = dialect_of(self.configuration, folder, likes)
         self.configuration = {k: v for k, v in self.configuration.items() if k not in SECTIONS}
         dtype, found = nominal_dtype(self.configuration), dict[str, StoredParameter]()
+        self._has_conv1d = not _model_types(self.configuration).isdisjoint(CONV1D_MODELS)
         for name, tensor in self.files.tensors.items():
             own = None if dialect is None else dialect.of_stored(name, likes)
             parameter, part = (own.parameter_of(name) if own else None) or ("", "")
@@ -82,11 +102,22 @@ class StoredModel(StoredModule):
                     raise error
                 weight = found.get(f"{path}.weight")
                 is_layer = weight is not None and weight.dim() == 2
-                module._modules[each] = _made(each) if is_layer else StoredModule()
+                module._modules[each] = self._made(path) if is_layer else StoredModule()
             module = present(module._modules[each])
         if last in module._modules:
             raise error
         return module
+
+    def _made(self, path: str) -> torch.nn.Module:
+        """Return the layer with a matrix of this name, without parameters."""
+        if self._has_conv1d and path.rpartition(".")[2] in CONV1D:
+            return StoredConv1D()
+        if is_embedding(path) and any(part in path for part in LAYER_PARTS):
+            return StoredModule()
+        kind = torch.nn.Embedding if is_embedding(path) else torch.nn.Linear
+        made = kind(1, 1, device="meta")
+        made._parameters |= dict.fromkeys(made._parameters)
+        return made
 
     def _decoded(self, name: str, dialect: Dialect, dtype: torch.dtype) -> StoredParameter:
         """Return the parameter whose values the tensors of ``dialect`` decode to."""
@@ -111,10 +142,17 @@ class StoredModel(StoredModule):
         return StoredParameter.of(shape, dtype, read)
 
 
-def _made(name: str) -> torch.nn.Module:
-    """Return a layer with a matrix, without parameters."""
-    is_embedding = any(part in name for part in EMBEDDINGS)
-    kind = torch.nn.Embedding if is_embedding else torch.nn.Linear
-    made = kind(1, 1, device="meta")
-    made._parameters |= dict.fromkeys(made._parameters)
-    return made
+def is_embedding(module: str) -> bool:
+    """Return whether the module of this name looks rows up."""
+    above, _, last = module.rpartition(".")
+    if last.isdecimal():
+        return is_embedding(above)
+    return last in EMBEDDINGS or any(part in last.lower() for part in EMBEDDING_PARTS)
+
+
+def _model_types(configuration: object) -> set[object]:
+    """Return the ``model_type`` of a model and of those inside it."""
+    if not isinstance(configuration, dict):
+        return set()
+    inside = (_model_types(value) for value in configuration.values())
+    return {str(configuration.get("model_type"))}.union(*inside)
