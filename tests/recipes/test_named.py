@@ -34,6 +34,11 @@ def test_a_name_stands_for_the_scheme_with_its_defaults(name):
 VARIANTS = [name for name in NAMED if name not in RECIPES]
 
 
+def test_every_scheme_has_its_class_at_the_top():
+    """``zerocast.NVFP4BlockScaling`` and so on, as README and docs write them."""
+    assert {kind.__name__ for kind in RECIPES.values()} <= set(zerocast.__all__)
+
+
 def test_variants_are_the_recipes_of_checkpoints():
     """FP8 is that of the dialects of these names. NVFP4 chooses between two scales, of which the
     largest is 256, by the mean absolute error; or has blocks of 1x16, to nearest.
