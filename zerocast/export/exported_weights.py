@@ -177,7 +177,8 @@ class Export(Uncopied):
                 raise InputError(
                     f"an export to {self.dialect.name} needs a model with quantized weights, or "
                     f"masters that FSDP2 gathers in codes, got one with none; call "
-                    f"zerocast.nn.convert first, or name layers in include."
+                    f"zerocast.nn.convert first, or name layers in include. No dialect stores "
+                    f"codes of embeddings, or of matrices [in, out] such as GPT-2's Conv1D."
                 )
             check_weights_are_read(self.dialect, entries, model)
             groups.check_fused(self.dialect, of_weights, entries)
