@@ -148,7 +148,7 @@ def test_a_model_that_is_sharded_already_is_not_converted(comm):
     )
     assert type(model.layers[0]) is torch.nn.Linear
     left = zerocast.nn.convert(bank(NVFP4, (48,)), NVFP4, weights="master").left
-    assert left == {"layers.0": "is gathered in codes already"}
+    assert left == {"layers.0": "it is gathered in codes already"}
 
 
 def test_a_product_with_a_master_is_refused():
