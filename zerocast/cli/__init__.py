@@ -5,9 +5,8 @@
 doctor reports what this installation can do, what would be slow and why, and compares the sharded
 cast with the unsharded one. inspect describes the tensors of a checkpoint, and checksums prints the
 SHA-256 of each. compare reports which weights of two checkpoints differ, and why. estimate computes
-the costs of a training step of a model. conform
-reports which bytes of a package differ from ours, and why. reproduce repeats a cast in which
-``verify`` found a difference.
+the costs of a training step of a model. conform reports which bytes of a package differ from ours,
+and why. reproduce repeats a cast in which ``verify`` found a difference.
 
 A module of a command has ``add_arguments``, and ``run``, which takes the parsed arguments and
 returns what is printed, a text or JSON values, and the exit code.

@@ -121,7 +121,7 @@ class ChosenWeights:
         try:
             recipe.check_shape(shape)
         except InputError as error:
-            why = str(error).rpartition(";")[0]
+            why = str(error).partition(";")[0]
             raise InputError(f"{why}; a mixed dialect can store it by another recipe") from error
         return recipe
 

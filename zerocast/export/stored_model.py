@@ -2,8 +2,8 @@
 
 An export of it reads one weight at a time. What a module is follows from names and shapes, since no
 code of the model is executed: a matrix ``X.weight`` is a linear layer, unless ``X`` has the name of
-an embedding, or of a Conv1D in a model whose type has these. An integration test compares that with
-the classes of transformers. Weights that are stored in codes are decoded when they are read.
+an embedding, or of a Conv1D in a model whose type has these. A nightly test compares the names with
+the classes of transformers' modules. Weights in codes are decoded when they are read.
 """
 
 import itertools
